@@ -1,0 +1,59 @@
+"""A packed micro-batch on the device, and the state that flows through the layers of a pipeline stage.
+
+Whole samples lie one after another in one sequence of T tokens; attention stays inside each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch. T tokens, n samples, N targets, R feature rows, H hidden size of the LLM.
+
+    - input_ids, position_ids: [T] int64; positions restart at 0 with each sample.
+    - cu_seqlens: [n + 1] int32 on the device, starts with 0; segments: the n lengths on the host.
+    - target_positions, target_ids: [N] int64; the logits at token position t predict target_ids, already shifted.
+    - sample_of_target: [N] int64, which of the n samples a target belongs to.
+    - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media; only
+      the first stage has the features.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    segments: tuple[int, ...]
+    target_positions: Tensor
+    target_ids: Tensor
+    sample_of_target: Tensor
+    feature_positions: Tensor | None = None
+    features: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on another device (non-blocking: pinned host tensors copy asynchronously)."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class StageState:
+    """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding)."""
+
+    batch: PackedBatch
+    hidden: Tensor | None = None
+
+    def with_hidden(self, hidden: Tensor) -> StageState:
+        return StageState(self.batch, hidden)

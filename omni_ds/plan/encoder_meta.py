@@ -1,0 +1,211 @@
+"""An encoder in numbers: what the plan has to know of it, from a plain dict of its HF config.
+
+Every quantity is an exact int, so that all ranks compute the same plan. One record serves both families:
+
+- ``vit``: SigLIP, CLIP, DINOv2 (with and without registers). An item is one image, one segment of
+  ``prefix`` (CLS, registers) + grid tokens.
+- ``whisper``: the encoder half of Whisper. An item is a clip of mel frames, cut into windows of ``2 *
+  max_source_positions`` frames; each window is a segment. The second convolution halves the frames (rounding up).
+
+FLOPs count a multiply-add as two and leave out norms, activations and softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omni_ds.errors import UserError
+from omni_ds.plan.encoder_geometry import Geometry, read_geometry
+
+if TYPE_CHECKING:
+    from omni_ds.plan.sample import Item
+
+
+@dataclass(frozen=True)
+class EncoderMeta:
+    """Sizes of one tower and its projector. ``layers`` are those built: up to the feature layer.
+
+    ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
+    ``mlp_matrices`` is 3 for gated MLPs. Fields of the other family are 0.
+    """
+
+    name: str
+    modality: str
+    family: str
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    mlp_matrices: int
+    reduction: str
+    factor: int
+    projector_hidden: int
+    out_hidden: int
+    tower_trainable: bool
+    projector_trainable: bool
+    tower_parameters: int
+    patch: int = 0
+    image: int = 0
+    channels: int = 0
+    prefix: int = 0
+    keep_prefix: bool = False
+    mels: int = 0
+    positions: int = 0
+    pad_to_window: bool = False
+
+    @classmethod
+    def from_config(
+        cls, name: str, encoder: Any, hf_config: Mapping[str, Any], llm_hidden: int
+    ) -> EncoderMeta:
+        """Read an encoder from its section of the config and its HF config as a dict.
+
+        ``encoder`` has the attributes of ``omni_ds.config.EncoderConfig``. Raises UserError on an architecture
+        that is not supported and on geometry that does not work out (grid against pixel-shuffle factor).
+        """
+        where = f"omni.encoders.{name}"
+        geometry = read_geometry(where, encoder, hf_config)
+        projector = encoder.projector
+        keep_prefix = geometry.family == "vit" and encoder.feature_select == "full"
+        meta = cls(
+            name=name,
+            modality=encoder.modality,
+            reduction=projector.reduction,
+            factor=projector.factor if projector.reduction != "none" else 1,
+            projector_hidden=projector.hidden_size or llm_hidden,
+            out_hidden=llm_hidden,
+            tower_trainable=not encoder.freeze,
+            projector_trainable=not projector.freeze,
+            keep_prefix=keep_prefix and geometry.prefix > 0,
+            **{field: getattr(geometry, field) for field in Geometry.__dataclass_fields__},
+        )
+        meta._check(where)
+        return meta
+
+    def _check(self, where: str) -> None:
+        expected = {"vit": "image", "whisper": "audio"}[self.family]
+        if self.modality != expected:
+            raise UserError(
+                f'{where}.modality is "{self.modality}", but {self.model_type} encodes {expected}: '
+                f'set it to "{expected}"'
+            )
+        if self.factor < 1:
+            raise UserError(f"{where}.projector.factor is {self.factor}: it must be at least 1")
+        if self.reduction == "pixel_shuffle":
+            if self.family != "vit" or self.keep_prefix:
+                raise UserError(
+                    f"{where}.projector.reduction pixel_shuffle needs a grid of patches: use frame_stack for audio, "
+                    'and feature_select "patch" for images'
+                )
+            grid = self.image // self.patch
+            self._check_grid(grid, grid)
+
+    def _check_grid(self, rows: int, columns: int) -> None:
+        if self.reduction != "pixel_shuffle" or not (rows % self.factor or columns % self.factor):
+            return
+        legal = [f for f in range(2, min(rows, columns) + 1) if rows % f == 0 and columns % f == 0]
+        nearest = min(legal, key=lambda f: abs(f - self.factor)) if legal else None
+        raise UserError(
+            f"omni.encoders.{self.name}: {rows} x {columns} patch grid does not divide by pixel_shuffle "
+            f"{self.factor}; {nearest} does"
+            if nearest
+            else f"omni.encoders.{self.name}: {rows} x {columns} patch grid does not divide by any "
+            "pixel_shuffle factor; use reduction none or another image size"
+        )
+
+    @property
+    def window(self) -> int:
+        """Mel frames of a full Whisper window."""
+        return 2 * self.positions
+
+    @property
+    def trainable(self) -> bool:
+        return self.tower_trainable or self.projector_trainable
+
+    @property
+    def projector_in(self) -> int:
+        """Channels of a row as the projector's first linear sees it."""
+        return (
+            self.hidden
+            * {"none": 1, "frame_stack": self.factor, "pixel_shuffle": self.factor**2}[self.reduction]
+        )
+
+    @property
+    def projector_parameters(self) -> int:
+        return (self.projector_in + 1) * self.projector_hidden + (self.projector_hidden + 1) * self.out_hidden
+
+    def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Segment lengths (tokens) and feature rows of an item.
+
+        ``shape``: (height, width) in pixels after preprocessing, or (mel frames,). UserError when it is too small
+        for one token or its grid does not divide.
+        """
+        if self.family == "vit":
+            return self._measure_image(*shape)
+        return self._measure_audio(*shape)
+
+    def _measure_image(self, height: int, width: int) -> tuple[tuple[int, ...], int]:
+        rows, columns = height // self.patch, width // self.patch
+        if rows * columns == 0:
+            raise UserError(
+                f"omni.encoders.{self.name}: an image of {height} x {width} pixels is smaller than one patch "
+                f"({self.patch} x {self.patch}); resize it before encoding"
+            )
+        self._check_grid(rows, columns)
+        tokens = rows * columns
+        if self.reduction == "pixel_shuffle":
+            return (self.prefix + tokens,), tokens // self.factor**2
+        features = tokens + (self.prefix if self.keep_prefix else 0)
+        return (self.prefix + tokens,), -(-features // self.factor)
+
+    def _measure_audio(self, frames: int) -> tuple[tuple[int, ...], int]:
+        if frames < 1:
+            raise UserError(f"omni.encoders.{self.name}: a clip without a single mel frame; remove the row")
+        full, rest = divmod(frames, self.window)
+        segments = (self.positions,) * full
+        if rest:
+            segments += (self.positions if self.pad_to_window else (rest + 1) // 2,)
+        return segments, -(-sum(segments) // self.factor)
+
+    def minimal_shape(self) -> tuple[int, ...]:
+        """Shape of the smallest legal item: what a rank without work runs to take part in collectives."""
+        if self.family == "vit":
+            side = self.patch * (self.factor if self.reduction == "pixel_shuffle" else 1)
+            return side, side
+        return (1,)
+
+    def _tower_flops(self, segments: Sequence[int]) -> int:
+        tokens = sum(segments)
+        per_token = 2 * self.hidden * (4 * self.hidden + self.mlp_matrices * self.intermediate)
+        attention = sum(4 * self.hidden * length * length for length in segments)
+        if self.family == "vit":
+            patches = tokens - self.prefix * len(segments)
+            stem = 2 * patches * self.channels * self.patch**2 * self.hidden
+        else:
+            stem = 2 * tokens * 3 * self.hidden * (2 * self.mels + self.hidden)
+        return stem + self.layers * (tokens * per_token + attention)
+
+    def forward_flops(self, segments: Sequence[int], rows: int) -> int:
+        """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""
+        first = self.projector_in * self.projector_hidden
+        second = self.projector_hidden * self.out_hidden
+        return self._tower_flops(segments) + 2 * rows * (first + second)
+
+    def backward_flops(self, segments: Sequence[int], rows: int) -> int:
+        """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen tower."""
+        first = 2 * rows * self.projector_in * self.projector_hidden
+        second = 2 * rows * self.projector_hidden * self.out_hidden
+        flops = 0
+        if self.tower_trainable:
+            flops += 2 * self._tower_flops(segments) + first
+        if self.trainable:
+            flops += second
+        if self.projector_trainable:
+            flops += first + second
+        return flops
+
+    def item_cost(self, item: Item) -> int:
+        """Forward and backward FLOPs of an item."""
+        return self.forward_flops(item.segments, item.rows) + self.backward_flops(item.segments, item.rows)
