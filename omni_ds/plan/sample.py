@@ -1,0 +1,40 @@
+"""What the plan knows of a sample: numbers only, so that a step can be planned before anything is decoded.
+
+Both types come from the cost index (`data/index.py`) and are equal on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Item:
+    """One medium (image, audio clip) of a sample.
+
+    row: dataset row of the sample; ordinal: n-th medium of the sample, in placeholder order.
+    encoder: name of the encoder. shape: of the preprocessed medium, image (height, width) in pixels,
+    audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
+    rows: feature rows the LLM receives. spans: where they go, (offset in the sample's tokens, length) each;
+    the lengths add up to rows. slice_unit: segments may only be cut at multiples of it.
+    """
+
+    row: int
+    ordinal: int
+    encoder: str
+    shape: tuple[int, ...]
+    segments: tuple[int, ...]
+    rows: int
+    spans: tuple[tuple[int, int], ...]
+    slice_unit: int = 1
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """One sample: tokens after tokenizer and processor, of which target_tokens are predicted."""
+
+    row: int
+    tokens: int
+    target_tokens: int
+    items: tuple[Item, ...]
+    task: str = ""
