@@ -1,0 +1,87 @@
+"""`omni.llm`, `omni.encoders.<name>` and what belongs to an encoder."""
+
+from typing import Any, Literal
+
+from omni_ds.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class ModelConfig(Section):
+    """A whole HF multimodal checkpoint, whose parts are found in it."""
+
+    path: str
+    """Folder or hub name of the checkpoint."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+class PartConfig(Section):
+    """A model that is loaded (`path`) or made (`config`), and how it is trained."""
+
+    path: str | None = None
+    """Folder or hub name of an HF checkpoint (safetensors). Either `path` or `config`."""
+    config: dict[str, Any] | None = None
+    """Inline HF configuration (`model_type`, sizes): fresh weights, seeded by parameter name."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; null: the one in `path`."""
+    freeze: bool = False
+    """Do not train this part. An encoder's `freeze` does not include its projector."""
+    lr: NonNegativeFloat | None = None
+    """Learning rate of this part; null: the optimizer's."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+
+
+class ProcessorConfig(Section):
+    """How media become the encoder's input."""
+
+    max_seconds: PositiveFloat = 30.0
+    """Audio: a longer clip cannot be used (see `omni.data.on_error`)."""
+    pad_to_window: bool = False
+    """Audio: pad every clip with silence to whole encoder windows, as HF does, instead of encoding its own
+    duration."""
+    sampling_rate: PositiveInt | None = None
+    """Audio: samples per second the encoder expects; null: the checkpoint's, else 16000."""
+    min_pixels: PositiveInt | None = None
+    """Image: a smaller one is enlarged to this many pixels, where the encoder takes any size."""
+    max_pixels: PositiveInt | None = None
+    """Image: a larger one is reduced to this many pixels, where the encoder takes any size."""
+    fps: PositiveFloat | None = None
+    """Video: frames taken per second."""
+    max_frames: PositiveInt | None = None
+    """Video: at most this many frames."""
+
+
+class ProjectorConfig(Section):
+    """The layers that turn encoder output into rows of the LLM's width."""
+
+    type: Literal["mlp"] = "mlp"
+    """mlp: linear, GELU, linear."""
+    reduction: Literal["none", "pixel_shuffle", "frame_stack"] = "none"
+    """How neighbouring rows are joined before the mlp: pixel_shuffle joins factor x factor patches of an
+    image, frame_stack joins factor frames of a clip."""
+    factor: PositiveInt = 1
+    """Side of the joined square of patches, or number of joined frames."""
+    hidden_size: PositiveInt | None = None
+    """Width between the two linear layers; null: the LLM's width."""
+    freeze: bool = False
+    """Do not train the projector."""
+    lr: NonNegativeFloat | None = None
+    """Learning rate of the projector; null: the optimizer's."""
+
+
+class EncoderConfig(PartConfig):
+    """An encoder tower with its processor and its projector."""
+
+    modality: Literal["image", "audio", "video"] | None = None
+    """Which media it encodes. Needed unless `omni.model` says so."""
+    processor: ProcessorConfig = ProcessorConfig()
+    """How media become the encoder's input."""
+    projector: ProjectorConfig = ProjectorConfig()
+    """The layers between the tower and the LLM."""
+    feature_layer: int | None = None
+    """Image: which of the tower's hidden states are the features, counted as in HF LLaVA's
+    `vision_feature_layer`; null: the default of the encoder's family."""
+    feature_select: Literal["patch", "full"] | None = None
+    """Image: patch drops the class token, full keeps it; null: patch where the tower has one."""
+    placeholder: str | None = None
+    """Token that stands for one feature row in the text; null: `<image>` or `<audio>`."""
