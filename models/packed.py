@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from models.masks import Packing
+
 
 @dataclass
 class PackedBatch:
@@ -17,10 +19,11 @@ class PackedBatch:
 
     - input_ids, position_ids: [T] int64; positions restart at 0 with each sample.
     - cu_seqlens: [n + 1] int32 on the device, starts with 0; segments: the n lengths on the host.
-    - target_positions, target_ids: [N] int64; the logits at token position t predict target_ids, already shifted.
+    - target_positions, target_ids: [N] int64; the logits at token position t predict target_ids, already
+      shifted.
     - sample_of_target: [N] int64, which of the n samples a target belongs to.
-    - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media; only
-      the first stage has the features.
+    - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media;
+      only the first stage has the features.
     """
 
     input_ids: Tensor
@@ -50,10 +53,22 @@ class PackedBatch:
 
 @dataclass
 class StageState:
-    """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding)."""
+    """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
+
+    ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
+    on a stage and handed on to the others.
+    """
 
     batch: PackedBatch
     hidden: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    _packing: Packing | None = None
+
+    @property
+    def packing(self) -> Packing:
+        if self._packing is None:
+            self._packing = Packing(self.batch.cu_seqlens, self.batch.segments)
+        return self._packing
 
     def with_hidden(self, hidden: Tensor) -> StageState:
-        return StageState(self.batch, hidden)
+        return replace(self, hidden=hidden)

@@ -1,4 +1,5 @@
-"""Tower sizes out of the HF config dict of a supported encoder; defaults are those of transformers' config classes."""
+"""Tower sizes out of the HF config dict of a supported encoder; defaults are those of transformers' config
+classes."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def read_geometry(where: str, encoder: Any, hf_config: Mapping[str, Any]) -> Geo
     if model_type in _VIT_DEFAULTS:
         return _vit(where, encoder, model_type, _VIT_COMMON | _VIT_DEFAULTS[model_type] | config)
     raise UserError(
-        f'{where}: encoders of model_type "{model_type}" are not supported; supported are {", ".join(SUPPORTED)}'
+        f'{where}: encoders of model_type "{model_type}" are not supported; '
+        f"supported are {', '.join(SUPPORTED)}"
     )
 
 
@@ -145,8 +147,8 @@ def _vit(where: str, encoder: Any, model_type: str, config: dict[str, Any]) -> G
 def _whisper(where: str, encoder: Any, config: dict[str, Any]) -> Geometry:
     if encoder.feature_layer not in (None, -1):
         raise UserError(
-            f"{where}.feature_layer is {encoder.feature_layer}: Whisper features are the normalised output of its "
-            "last layer; leave the key out"
+            f"{where}.feature_layer is {encoder.feature_layer}: Whisper features are the normalised output of "
+            "its last layer; leave the key out"
         )
     hidden, heads, layers = config["d_model"], config["encoder_attention_heads"], config["encoder_layers"]
     if hidden % heads:
@@ -174,7 +176,8 @@ def _whisper(where: str, encoder: Any, config: dict[str, Any]) -> Geometry:
 
 
 def _side(where: str, key: str, value: Any) -> int:
-    """One side of a square given as an int or a pair: position embeddings are interpolated from a square grid."""
+    """One side of a square given as an int or a pair: position embeddings are interpolated from a square
+    grid."""
     sides = {value} if isinstance(value, int) else set(value)
     if len(sides) != 1:
         raise UserError(f"{where}: {key} {value} is not square; the position embeddings of these towers are")

@@ -5,7 +5,8 @@ Every quantity is an exact int, so that all ranks compute the same plan. One rec
 - ``vit``: SigLIP, CLIP, DINOv2 (with and without registers). An item is one image, one segment of
   ``prefix`` (CLS, registers) + grid tokens.
 - ``whisper``: the encoder half of Whisper. An item is a clip of mel frames, cut into windows of ``2 *
-  max_source_positions`` frames; each window is a segment. The second convolution halves the frames (rounding up).
+  max_source_positions`` frames; each window is a segment. The second convolution halves the frames (rounding
+  up).
 
 FLOPs count a multiply-add as two and leave out norms, activations and softmax.
 """
@@ -62,8 +63,9 @@ class EncoderMeta:
     ) -> EncoderMeta:
         """Read an encoder from its section of the config and its HF config as a dict.
 
-        ``encoder`` has the attributes of ``omni_ds.config.EncoderConfig``. Raises UserError on an architecture
-        that is not supported and on geometry that does not work out (grid against pixel-shuffle factor).
+        ``encoder`` has the attributes of ``omni_ds.config.EncoderConfig``. Raises UserError on an
+        architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
+        factor).
         """
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
@@ -96,8 +98,8 @@ class EncoderMeta:
         if self.reduction == "pixel_shuffle":
             if self.family != "vit" or self.keep_prefix:
                 raise UserError(
-                    f"{where}.projector.reduction pixel_shuffle needs a grid of patches: use frame_stack for audio, "
-                    'and feature_select "patch" for images'
+                    f"{where}.projector.reduction pixel_shuffle needs a grid of patches: use frame_stack for "
+                    'audio, and feature_select "patch" for images'
                 )
             grid = self.image // self.patch
             self._check_grid(grid, grid)
@@ -139,8 +141,8 @@ class EncoderMeta:
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Segment lengths (tokens) and feature rows of an item.
 
-        ``shape``: (height, width) in pixels after preprocessing, or (mel frames,). UserError when it is too small
-        for one token or its grid does not divide.
+        ``shape``: (height, width) in pixels after preprocessing, or (mel frames,). UserError when it is too
+        small for one token or its grid does not divide.
         """
         if self.family == "vit":
             return self._measure_image(*shape)
@@ -194,7 +196,8 @@ class EncoderMeta:
         return self._tower_flops(segments) + 2 * rows * (first + second)
 
     def backward_flops(self, segments: Sequence[int], rows: int) -> int:
-        """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen tower."""
+        """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen
+        tower."""
         first = 2 * rows * self.projector_in * self.projector_hidden
         second = 2 * rows * self.projector_hidden * self.out_hidden
         flops = 0

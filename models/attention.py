@@ -1,0 +1,232 @@
+"""Attention on packed sequences, behind HF's AttentionInterface under the name ``omni_varlen``.
+
+The back end is chosen at the call, by device, dtype, head size and mask:
+
+- ``flash_attn``: the flash-attn package, CUDA, bf16 and fp16.
+- ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention-2 inside torch), CUDA, bf16 and fp16.
+- ``sdpa``: batches of segments of like length through scaled_dot_product_attention; any device and dtype,
+  exact.
+
+Shapes: T packed tokens, A query heads, K key heads, D head size, S longest segment of a batch of n.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from models.masks import MaskSpec, Packing, PaddedGroup
+from omni_ds.errors import UserError
+
+ATTENTION_NAME = "omni_varlen"
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel and what it can do. ``run(query [T, A, D], key [T, K, D], value, packing, scale) -> [T, A,
+    D]``."""
+
+    name: str
+    run: Callable[[Tensor, Tensor, Tensor, Packing, float], Tensor]
+    features: frozenset[str]
+    available: Callable[[], bool] = lambda: True
+    device: str | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int | None) -> bool:
+        return (
+            (self.device is None or self.device == device.type)
+            and (self.dtypes is None or dtype in self.dtypes)
+            and (head_dim is None or self.max_head_dim is None or head_dim <= self.max_head_dim)
+            and (head_dim is None or head_dim % self.head_dim_multiple == 0)
+            and self.available()
+        )
+
+
+def _window(mask: MaskSpec) -> tuple[int, int]:
+    """FlashAttention's (left, right): how many keys before and after the query, -1 for all."""
+    return (-1 if mask.window is None else mask.window - 1, 0 if mask.causal else -1)
+
+
+def _run_flash_attn(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    cu_seqlens, longest, mask = packing.cu_seqlens, packing.max_seqlen, packing.mask
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=mask.causal,
+        window_size=_window(mask),
+        softcap=mask.softcap or 0.0,
+    )
+
+
+def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_seqlens, longest = packing.cu_seqlens, packing.max_seqlen
+    return varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scale,
+        window_size=_window(packing.mask),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _run_sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    groups, inverse = packing.groups
+    outputs = []
+    for group in groups:
+        # [T, heads, D] -> [n, heads, S, D]
+        batch = [
+            (x if inverse is None else x.index_select(0, group.rows.flatten())) for x in (query, key, value)
+        ]
+        q, k, v = (x.unflatten(0, group.rows.shape).transpose(1, 2) for x in batch)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        mask, is_causal = _block_mask(group, packing.mask, query.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    if not outputs:
+        return query
+    packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return packed if inverse is None else packed.index_select(0, inverse)
+
+
+def _block_mask(group: PaddedGroup, mask: MaskSpec, device: torch.device) -> tuple[Tensor | None, bool]:
+    """(boolean mask, is_causal) for one batch. Padding stands at the end, where causal queries never look."""
+    size = group.longest
+    if mask.causal:
+        if mask.window is None or mask.window >= size:
+            return None, True
+        steps = torch.arange(size, device=device)
+        distance = steps.unsqueeze(1) - steps
+        return (distance >= 0) & (distance < mask.window), False
+    if group.uniform:
+        return None, False
+    lengths = torch.tensor(group.lengths, device=device)
+    return (torch.arange(size, device=device) < lengths.unsqueeze(1))[:, None, None, :], False
+
+
+@cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@cache
+def _has_varlen() -> bool:
+    """Whether this torch ships varlen attention with windows and grouped queries."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+BACKENDS = (
+    Backend(
+        "flash_attn",
+        _run_flash_attn,
+        frozenset({"causal", "window", "softcap"}),
+        available=_has_flash_attn,
+        device="cuda",
+        dtypes=_HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+    ),
+    Backend(
+        "varlen",
+        _run_varlen,
+        frozenset({"causal", "window"}),
+        available=_has_varlen,
+        device="cuda",
+        dtypes=_HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+    ),
+    Backend("sdpa", _run_sdpa, frozenset({"causal", "window"})),
+)
+
+
+def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int | None, mask: MaskSpec) -> Backend:
+    """The first back end that runs here and can do what the mask asks; UserError when none can."""
+    usable = [backend for backend in BACKENDS if backend.fits(device, dtype, head_dim)]
+    for backend in usable:
+        if mask.features <= backend.features:
+            return backend
+    able = "; ".join(f"{backend.name} does {', '.join(sorted(backend.features))}" for backend in usable)
+    raise UserError(
+        f"attention needs {', '.join(sorted(mask.features))} on {device.type} in {dtype}, and no back end "
+        f"available does all of it ({able}); install flash-attn or choose a model without it"
+    )
+
+
+def describe_backend(device: torch.device | str, dtype: torch.dtype, head_dim: int | None = None) -> str:
+    """One line for the log: which attention runs causal packed sequences on this device in this dtype."""
+    device = torch.device(device)
+    backend = select_backend(device, dtype, head_dim, MaskSpec(causal=True))
+    reason = {
+        "flash_attn": "flash-attn, packed sequences",
+        "varlen": f"torch.nn.attention.varlen (FlashAttention-2) of torch {torch.__version__}",
+        "sdpa": "scaled_dot_product_attention on batches of segments of like length",
+    }
+    return f"{backend.name}: {reason[backend.name]}, {device.type}, {str(dtype).removeprefix('torch.')}"
+
+
+def omni_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Packing | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """HF attention function. query [B, A, T, D], key and value [B, K, T, D] -> ([B, T, A, D], None).
+
+    With a Packing, B is 1 and attention stays inside its segments. Without one, every row of the batch is one
+    segment that sees itself in both directions (HF's DINOv2 layers before transformers 5.20 take no mask at
+    all).
+    """
+    assert dropout == 0.0, "dropout inside packed attention would depend on the packing"
+    if attention_mask is None:
+        assert not getattr(module, "is_causal", False), "causal attention needs a Packing"
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return out.transpose(1, 2), None
+    packing = attention_mask
+    assert isinstance(packing, Packing) and query.shape[0] == 1, (
+        "packed attention takes [1, T, C] and a Packing"
+    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    backend = select_backend(query.device, query.dtype, query.shape[-1], packing.mask)
+    q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    return backend.run(q, k, v, packing, scale).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, omni_attention)

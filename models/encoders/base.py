@@ -1,0 +1,99 @@
+"""What all encoders share: packed tower layers, the projector, names, trainability.
+
+Shapes: T packed tower tokens, C tower width, H hidden size of the LLM.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from models.masks import Packing
+from models.projector import Projector
+from omni_ds.plan.encoder_meta import EncoderMeta
+
+
+class Encoder(nn.Module):
+    """A tower (an HF class, cut at the feature layer) and its projector.
+
+    ``meta`` is the plan's record of the encoder: lengths and rows computed there hold here. Parameters that
+    exist for the sake of the HF class but take no part in the features (``unused``) never train.
+    """
+
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, meta: EncoderMeta, tower: nn.Module, recompute: bool = False):
+        super().__init__()
+        self.meta, self.recompute = meta, recompute
+        self.tower = tower
+        self.projector = Projector(meta)
+
+    @property
+    def name(self) -> str:
+        return self.meta.name
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Config of the tower as built; the HF class built from it has exactly this tower's parameters."""
+        return self.tower.config
+
+    def hf_names(self) -> dict[str, str]:
+        """Local parameter name -> global name."""
+        return {name: f"encoders.{self.name}.{name}" for name, _ in self.named_parameters()}
+
+    def minimal_values(self, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+        """The smallest legal item, all zero: for a rank without work that has to take part in a
+        collective."""
+        lead = self.meta.channels if self.meta.family == "vit" else self.meta.mels
+        return [torch.zeros(lead, *self.meta.minimal_shape(), device=device, dtype=dtype)]
+
+    def forward(self, values: Sequence[Tensor]) -> Tensor:
+        """Items -> feature rows [rows, H], in item order.
+
+        values: images [channels, height, width] or clips [mels, frames], float; they are cast to the tower's
+        dtype.
+        """
+        assert len(values), "an encoder pass needs at least one item; use minimal_values"
+        trains = any(parameter.requires_grad for parameter in self.tower.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            features, grids = self.features(values)
+        rows = self.projector(features, grids)
+        expected = sum(self.meta.measure(value.shape[1:])[1] for value in values)
+        assert rows.shape[0] == expected, f"{rows.shape[0]} feature rows, the plan expects {expected}"
+        return rows
+
+    @abstractmethod
+    def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Tower features [sum of rows * columns, C] and the (rows, columns) of each item's tokens."""
+
+    def run_layers(self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int]) -> Tensor:
+        """Tower layers on packed tokens [T, C]; attention stays inside segments."""
+        if "attention_mask" not in inspect.signature(type(layers[0]).forward).parameters:
+            return self._run_unpacked(layers, hidden, segments)
+        packing = Packing.of(segments, hidden.device)
+        return self._run(layers, hidden.unsqueeze(0), packing).squeeze(0)
+
+    def _run(self, layers: nn.ModuleList, hidden: Tensor, *mask: Packing) -> Tensor:
+        for layer in layers:
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, *mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(hidden, *mask)
+        return hidden
+
+    def _run_unpacked(self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int]) -> Tensor:
+        """Layers without a mask argument (DINOv2 before transformers 5.20): one batch for each segment
+        length."""
+        items, done = hidden.split(list(segments)), [hidden] * len(segments)
+        for length in sorted(set(segments)):
+            members = [i for i, n in enumerate(segments) if n == length]
+            batch = self._run(layers, torch.stack([items[i] for i in members]))
+            for row, i in enumerate(members):
+                done[i] = batch[row]
+        return torch.cat(done)

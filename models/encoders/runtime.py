@@ -1,0 +1,64 @@
+"""Building encoders from the config, and all of them as the one module the encoder engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from models.encoders.base import Encoder
+from models.encoders.vit import VitEncoder
+from models.encoders.whisper import WhisperEncoder
+from models.freeze import set_trainable
+from omni_ds.plan.encoder_meta import EncoderMeta
+
+_FAMILIES: dict[str, type[Encoder]] = {"vit": VitEncoder, "whisper": WhisperEncoder}
+
+
+def build_encoder(
+    name: str, encoder_config: Any, hf_config: PreTrainedConfig, llm_hidden: int, *, recompute: bool = False
+) -> Encoder:
+    """An encoder with untouched (default-initialised) weights, frozen as its config section says.
+
+    ``encoder_config``: ``omni_ds.config.EncoderConfig``; ``hf_config``: from ``load_hf_config(part,
+    "encoder")``. UserError when architecture or geometry is not supported.
+    """
+    meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
+    encoder = _FAMILIES[meta.family](meta, hf_config, recompute)
+    set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
+    return encoder
+
+
+class RuntimeEncoders(nn.Module):
+    """All encoders of a composition; its parameter names are the global ones (``encoders.<name>....``)."""
+
+    def __init__(self, encoders: Mapping[str, Encoder], llm_hidden: int):
+        super().__init__()
+        self.encoders = nn.ModuleDict(encoders)
+        self.llm_hidden = llm_hidden
+
+    def hf_names(self) -> dict[str, str]:
+        return {name: name for name, _ in self.named_parameters()}
+
+    def forward(self, batches: Mapping[str, Sequence[Tensor]], minimal: Sequence[str] = ()) -> Tensor:
+        """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
+        engine.
+
+        An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
+        parameters still enter forward and backward, with zero gradient. Without any work the result is [0,
+        H].
+        """
+        outputs = []
+        for name, encoder in self.encoders.items():
+            if values := batches.get(name):
+                outputs.append(encoder(values))
+            elif name in minimal:
+                parameter = next(encoder.projector.parameters())
+                outputs.append(encoder(encoder.minimal_values(parameter.device, parameter.dtype))[:0])
+        if outputs:
+            return torch.cat(outputs)
+        parameter = next(self.parameters())
+        return torch.empty(0, self.llm_hidden, device=parameter.device, dtype=parameter.dtype)

@@ -1,0 +1,93 @@
+"""The Whisper encoder on clips of their own duration.
+
+HF's encoder takes exactly 30 s. Here a clip of mel frames is cut into windows of that size and each window is
+encoded at its true length: convolutions, positions 0.., layers and final norm as HF's modules on the
+truncated sequence. With ``pad_to_window`` every window is full and the features are HF's on padded input.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperTower
+
+from models.attention import ATTENTION_NAME
+from models.encoders.base import Encoder
+from models.masks import bucket_lengths
+from omni_ds.plan.encoder_meta import EncoderMeta
+
+_NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
+
+
+def whisper_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Config of the tower that is built: no dropout, packed attention."""
+    config = copy.deepcopy(config)
+    for key in _NO_DROPOUT:
+        setattr(config, key, 0.0)
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
+def pad_window(mel: Tensor, frames: int) -> Tensor:
+    """[mels, n <= frames] -> [mels, frames], filled with the value WhisperFeatureExtractor gives silence.
+
+    It clips log10 energies to 8 below the clip's maximum (and at -10), then maps x to (x + 4) / 4: silence is
+    2 below the maximum, at least -1.5. Frames next to the end differ slightly from features of padded
+    *sound*, whose last analysis windows reach into the silence; features extracted from padded sound need no
+    filling here.
+    """
+    if mel.shape[1] == frames:
+        return mel
+    silence = (mel.amax() - 2.0).clamp_min(-1.5)
+    return torch.cat([mel, silence.expand(mel.shape[0], frames - mel.shape[1])], dim=1)
+
+
+class WhisperEncoder(Encoder):
+    """A Whisper encoder. Item: log-mel features [mels, frames]."""
+
+    def __init__(self, meta: EncoderMeta, config: PreTrainedConfig, recompute: bool = False):
+        super().__init__(meta, WhisperTower(whisper_config(config)), recompute)
+        # sinusoids, which HF's class freezes as well
+        self.unused = ("tower.embed_positions.weight",)
+
+    def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+        weight = self.tower.conv1.weight
+        windows, tokens = [], []
+        for value in values:
+            mel = value.to(weight.device, weight.dtype)
+            cut = list(mel.split(self.meta.window, dim=1))
+            if self.meta.pad_to_window:
+                cut = [pad_window(window, self.meta.window) for window in cut]
+            windows.extend(cut)
+            tokens.append(sum((window.shape[1] + 1) // 2 for window in cut))
+        embedded = self.embed(windows)
+        segments = [window.shape[0] for window in embedded]
+        hidden = self.run_layers(self.tower.layers, torch.cat(embedded), segments)
+        return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
+
+    def embed(self, windows: Sequence[Tensor]) -> list[Tensor]:
+        """Windows [mels, n] -> tokens [ceil(n / 2), C] each, position embeddings added.
+
+        Windows of like length are convolved as one batch. The first convolution is followed by zeros beyond a
+        window's end, which is what the second one finds there when the window stands alone.
+        """
+        tower, done = self.tower, list(windows)
+        lengths = [window.shape[1] for window in windows]
+        positions = tower.embed_positions.weight
+        for bucket in bucket_lengths(lengths):
+            longest = lengths[bucket[0]]
+            batch = torch.stack([F.pad(windows[i], (0, longest - lengths[i])) for i in bucket])
+            hidden = F.gelu(tower.conv1(batch))
+            if lengths[bucket[-1]] < longest:
+                ends = torch.tensor([lengths[i] for i in bucket], device=hidden.device)[:, None, None]
+                hidden = hidden * (torch.arange(longest, device=hidden.device) < ends)
+            hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)
+            hidden = hidden + positions[: hidden.shape[1]]
+            for row, i in enumerate(bucket):
+                done[i] = hidden[row, : (lengths[i] + 1) // 2]
+        return done

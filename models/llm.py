@@ -1,0 +1,244 @@
+"""A Llama-shaped HF decoder as the layers of a pipeline: embedding, decoder layers, final norm, head.
+
+Every layer takes and returns a ``StageState``; the last one returns logits. Modules are HF's own classes,
+found through the family's ``...ForCausalLM`` class, so that rotary scaling, biases, query/key norms and
+sliding windows are HF's. Shapes: T packed tokens, N targets, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from models.attention import ATTENTION_NAME
+from models.masks import MaskSpec, Packing
+from models.packed import StageState
+from omni_ds.errors import UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+TIED_KEY = "embed"
+TIED_ATTRIBUTE = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class LayerDef:
+    """How to build one layer: ``cls(*args, **kwargs)``.
+
+    Layers of one ``tied_key`` share the module (on one stage) or its ``embed_tokens.weight`` (on two);
+    ``forward_fn(module, state)``, when given, is called instead of the module.
+    """
+
+    cls: type[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tied_key: str | None = None
+    forward_fn: Callable[[nn.Module, StageState], Any] | None = None
+
+    def build(self) -> nn.Module:
+        return self.cls(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Family:
+    """HF classes of one decoder family."""
+
+    causal_lm: type[nn.Module]
+    layer: type[nn.Module]
+    norm: type[nn.Module]
+    rotary: type[nn.Module]
+
+
+def find_family(config: PreTrainedConfig) -> Family:
+    """HF classes for a config; UserError when the family or its rotary scaling is not supported."""
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f'omni.llm: model_type "{config.model_type}" is not supported as an LLM; '
+            f"supported are {', '.join(FAMILIES)}"
+        )
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        raise UserError(
+            f'omni.llm: rope_type "{rope_type}" depends on the length of the batch and cannot be packed; '
+            f"use one of {', '.join(_ROPE_TYPES)}"
+        )
+    causal_lm = AutoModelForCausalLM._model_mapping[type(config)]
+    module, stem = sys.modules[causal_lm.__module__], causal_lm.__name__.removesuffix("ForCausalLM")
+    return Family(
+        causal_lm=causal_lm,
+        layer=getattr(module, f"{stem}DecoderLayer"),
+        norm=getattr(module, f"{stem}RMSNorm"),
+        rotary=getattr(module, f"{stem}RotaryEmbedding"),
+    )
+
+
+def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy for building layers: packed attention, no dropout (it would depend on the packing)."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = ATTENTION_NAME
+    config.attention_dropout = 0.0
+    return config
+
+
+def layer_mask(config: PreTrainedConfig, index: int) -> MaskSpec:
+    """Mask of a decoder layer: Mistral slides in every layer, Qwen in those its ``layer_types`` name."""
+    types = getattr(config, "layer_types", None)
+    slides = types[index] == "sliding_attention" if types else True
+    return MaskSpec(causal=True, window=getattr(config, "sliding_window", None) if slides else None)
+
+
+class EmbedLayer(nn.Module):
+    """Token embedding, with feature rows in the place of placeholder tokens. Also the head of tied models."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+
+    def hf_names(self) -> dict[str, str]:
+        return {"embed_tokens.weight": "llm.model.embed_tokens.weight"}
+
+    def forward(self, state: StageState) -> StageState:
+        """Sets hidden [T, H]. Gradients reach features [R, H] and, at all other tokens, the embedding."""
+        batch = state.batch
+        hidden = self.embed_tokens(batch.input_ids)
+        if batch.feature_positions is not None and batch.feature_positions.numel():
+            assert batch.features is not None, "feature positions without features"
+            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        return state.with_hidden(hidden)
+
+
+def tied_logits(module: EmbedLayer, state: StageState) -> Tensor:
+    """Logits [N, V] by the embedding matrix: the ``forward_fn`` of a tied head."""
+    return F.linear(state.hidden, module.embed_tokens.weight)
+
+
+class _Rotary:
+    """HF's rotary module outside the module tree: casts to bf16 must not touch its fp32 frequencies."""
+
+    def __init__(self, cls: type[nn.Module], config: PreTrainedConfig):
+        self.cls, self.config, self.module = cls, config, None
+
+    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.module is None:
+            self.module = self.cls(self.config)
+        self.module.to(hidden.device)
+        return self.module(hidden, position_ids)
+
+
+class DecoderLayer(nn.Module):
+    """One HF decoder layer on packed samples; with ``recompute`` its activations are recomputed in
+    backward."""
+
+    def __init__(self, config: PreTrainedConfig, index: int, recompute: bool = False):
+        super().__init__()
+        family = find_family(config)
+        self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
+        self.layer = family.layer(config, index)
+        self._rotary = _Rotary(family.rotary, config)
+
+    def hf_names(self) -> dict[str, str]:
+        return {
+            f"layer.{name}": f"llm.model.layers.{self.index}.{name}"
+            for name, _ in self.layer.named_parameters()
+        }
+
+    def forward(self, state: StageState) -> StageState:
+        """hidden [T, H] -> [T, H]."""
+        hidden = state.hidden.unsqueeze(0)
+        position_ids = state.batch.position_ids.unsqueeze(0)
+        if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
+            state.rotary = self._rotary(hidden, position_ids)
+        packing = state.packing.with_mask(self.mask)
+        if self.recompute and self.training:
+            out = checkpoint(
+                self._run,
+                hidden,
+                position_ids,
+                state.rotary,
+                packing,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            out = self._run(hidden, position_ids, state.rotary, packing)
+        return state.with_hidden(out.squeeze(0))
+
+    def _run(
+        self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
+    ) -> Tensor:
+        return self.layer(
+            hidden,
+            attention_mask=packing,
+            position_ids=position_ids,
+            position_embeddings=rotary,
+            past_key_values=None,
+            use_cache=False,
+        )
+
+
+class NormLayer(nn.Module):
+    """Picks the rows that predict a target and normalises them: hidden [T, H] -> [N, H]."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.norm = find_family(config).norm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def hf_names(self) -> dict[str, str]:
+        return {"norm.weight": "llm.model.norm.weight"}
+
+    def forward(self, state: StageState) -> StageState:
+        return state.with_hidden(self.norm(state.hidden.index_select(0, state.batch.target_positions)))
+
+
+class HeadLayer(nn.Module):
+    """Logits [N, V] of an untied model."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def hf_names(self) -> dict[str, str]:
+        return {"lm_head.weight": "llm.lm_head.weight"}
+
+    def forward(self, state: StageState) -> Tensor:
+        return self.lm_head(state.hidden)
+
+
+def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> list[LayerDef]:
+    """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
+
+    Nothing is allocated. Raises UserError for a family or rotary scaling that is not supported.
+    """
+    find_family(config)
+    config = runtime_config(config)
+    tied = bool(config.tie_word_embeddings)
+    embed = LayerDef(EmbedLayer, (config,), tied_key=TIED_KEY if tied else None)
+    head = (
+        LayerDef(EmbedLayer, (config,), tied_key=TIED_KEY, forward_fn=tied_logits)
+        if tied
+        else LayerDef(HeadLayer, (config,))
+    )
+    decoder = [
+        LayerDef(DecoderLayer, (config, index), {"recompute": recompute})
+        for index in range(config.num_hidden_layers)
+    ]
+    return [embed, *decoder, LayerDef(NormLayer, (config,)), head]
+
+
+def stage_boundaries(stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Where stages begin in ``build_llm_layers``'s list, and its end, from decoder-layer ranges [start,
+    stop).
+
+    The first stage also holds the embedding, the last one norm and head: P + 1 indices.
+    """
+    layers = stages[-1][1]
+    return (0, *(start + 1 for start, _ in stages[1:]), layers + 3)
