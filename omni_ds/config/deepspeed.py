@@ -9,8 +9,8 @@ class Optimizer(Section):
     """The optimizer; one for all parts, each with its own learning rate."""
 
     type: str = "AdamW"
-    """AdamW, Adam or SGD (torch's; Adam means AdamW unless `adam_w_mode` is false, as in DeepSpeed), or one of
-    DeepSpeed's: FusedAdam, CPUAdam, Lamb, Lion, Adagrad."""
+    """AdamW, Adam or SGD (torch's; Adam means AdamW unless `adam_w_mode` is false, as in DeepSpeed), or
+    one of DeepSpeed's: FusedAdam, CPUAdam, Lamb, Lion, Adagrad."""
     params: dict[str, Any] = {}
     """Arguments of the optimizer. `auto`: lr 1e-5, betas [0.9, 0.999], eps 1e-8, weight_decay 0."""
 
@@ -21,8 +21,8 @@ class Scheduler(Section):
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
     """DeepSpeed's name of the schedule."""
     params: dict[str, Any] = {}
-    """Arguments of the schedule. `auto`: total_num_steps is the length of the run, warmup_num_steps 3 % of it.
-    Rates given here are those of a part that has the optimizer's lr; other parts scale with theirs."""
+    """Arguments of the schedule. `auto`: total_num_steps is the length of the run, warmup_num_steps 3 % of
+    it. Rates given here are those of a part that has the optimizer's lr; other parts scale with theirs."""
 
 
 class BF16(Section):
@@ -106,7 +106,7 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = False
     """Not supported yet."""
     number_checkpoints: PositiveInt | None = None
-    """Accepted for other trainers' files; without effect unless contiguous_memory_optimization is on."""
+    """Only used with contiguous_memory_optimization."""
     synchronize_checkpoint_boundary: bool = False
     """Not supported yet."""
     profile: bool = False
@@ -192,7 +192,7 @@ class PassedOn(Section):
 # DeepSpeed's keys that would be silently without effect, or wrong, under two engines driven by a plan.
 REFUSED = {
     "amp": 'apex mixed precision is not used here; set "bf16": {"enabled": true}',
-    "torch_autocast": 'mixed precision is bf16 with float32 master weights here; set "bf16": {"enabled": true}',
+    "torch_autocast": 'precision is bf16 with float32 master weights here; set "bf16": {"enabled": true}',
     "aio": "offloading to NVMe is not supported yet; remove it",
     "autotuning": "DeepSpeed's autotuner does not know this training loop; remove it",
     "checkpoint": "checkpoints have their own format here; see omni.checkpoint",

@@ -63,7 +63,7 @@ class ExportConfig(Section):
     """Export when training has finished (`--export DIR` exports at any time)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the exported weights; null: the one trained in."""
-    max_shard_size: Annotated[str, Field(pattern=_SIZE.pattern)] = "5GB"
+    max_shard_size: Annotated[str, Field(pattern=_SIZE.pattern, examples=["5GB"])] = "5GB"
     """Largest safetensors file, in KB, MB, GB or KiB, MiB, GiB."""
 
     @property

@@ -33,8 +33,8 @@ class Config(PassedOn):
     train_micro_batch_size_per_gpu: Auto = "auto"
     """Only auto: samples are packed by tokens (`omni.data.max_tokens_per_micro_batch`)."""
     gradient_accumulation_steps: Auto | PositiveInt | None = None
-    """Number of micro-batches of each replica in a step; null or auto: the fewest that fit the token budget and
-    fill the pipeline."""
+    """Number of micro-batches of each replica in a step; null or auto: the fewest that fit the token budget
+    and fill the pipeline."""
     gradient_clipping: Auto | NonNegativeFloat = 1.0
     """Largest norm of the gradient over all parts; 0: no clipping; auto: 1."""
     bf16: BF16 = BF16()

@@ -38,13 +38,18 @@ def _model_or_parts(config: Config) -> Iterator[str]:
         if omni.model is not None:
             for given in ("path", "config"):
                 if getattr(part, given) is not None:
-                    yield f"{key}.{given}: omni.model.path already says where the weights are; remove one of both"
+                    yield (
+                        f"{key}.{given}: omni.model.path already says where the weights are; remove one of "
+                        "both"
+                    )
         elif part.path is None and part.config is None:
             yield f"{key}: give path (an HF checkpoint) or config (an inline HF configuration, fresh weights)"
         elif part.path is not None and part.config is not None:
             yield f"{key}: path and config exclude each other; remove one"
         if part.config is not None and not isinstance(part.config.get("model_type"), str):
-            yield f'{key}.config.model_type: missing; give the HF name of the architecture, for example "qwen3"'
+            yield (
+                f'{key}.config.model_type: missing; give the HF name of the architecture, for example "qwen3"'
+            )
 
 
 def _encoders(config: Config) -> Iterator[str]:
@@ -76,7 +81,9 @@ def _fits_modality(key: str, encoder: EncoderConfig) -> Iterator[str]:
     for option, belongs in _PROCESSOR_KEYS.items():
         default = type(processor).model_fields[option].default
         if getattr(processor, option) != default and belongs != modality and modality != "video":
-            yield f"{key}.processor.{option}: is for {belongs} encoders, this one is for {modality}; remove it"
+            yield (
+                f"{key}.processor.{option}: is for {belongs} encoders, this one is for {modality}; remove it"
+            )
     if modality == "audio":
         for option in ("feature_layer", "feature_select"):
             if getattr(encoder, option) is not None:
@@ -94,8 +101,8 @@ def _placeholders(config: Config) -> Iterator[str]:
             continue
         if token in seen and encoder.placeholder is not None:
             yield (
-                f"omni.encoders.{name}.placeholder: {token} already stands for the features of {seen[token]}; "
-                "choose another token"
+                f"omni.encoders.{name}.placeholder: {token} already stands for the features of "
+                f"{seen[token]}; choose another token"
             )
         seen[token] = name
 
@@ -107,8 +114,8 @@ def _something_trains(config: Config) -> Iterator[str]:
         frozen += [encoder.freeze, encoder.projector.freeze]
     if all(frozen):
         yield (
-            "omni: every part is frozen, so there is nothing to learn; set freeze to false in omni.llm, an encoder "
-            "or its projector"
+            "omni: every part is frozen, so there is nothing to learn; set freeze to false in omni.llm, an "
+            "encoder or its projector"
         )
 
 
@@ -125,19 +132,14 @@ def _budget(config: Config) -> Iterator[str]:
     if data.max_tokens_per_micro_batch < data.max_length:
         yield (
             f"omni.data.max_tokens_per_micro_batch: {data.max_tokens_per_micro_batch} is less than "
-            f"omni.data.max_length {data.max_length}, so the longest sample would not fit; raise it to at least "
-            f"{data.max_length}, or lower max_length"
+            f"omni.data.max_length {data.max_length}, so the longest sample would not fit; raise it to at "
+            f"least {data.max_length}, or lower max_length"
         )
 
 
 def _evaluation(config: Config) -> Iterator[str]:
     for name, source in config.omni.eval.sets.items():
         key = f"omni.eval.sets.{name}"
-        if source.metric == "wer":
-            yield (
-                f"{key}.metric: wer needs freely generated text; use exact_match or loss here, and compute the word "
-                "error rate with the exported model"
-            )
         if source.weight != 1.0:
             yield f"{key}.weight: each sample of an evaluation set is used once; remove it"
         if "/" in name or name.startswith("."):
@@ -147,8 +149,8 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _precision(config: Config) -> Iterator[str]:
     if config.fp16.enabled is True:
         yield (
-            "fp16.enabled: float16 is refused, because its loss scaling cannot be shared by the LLM's and the "
-            'encoders\' engine; use "bf16": {"enabled": true}, or neither for float32'
+            "fp16.enabled: float16 is refused, because its loss scaling cannot be shared by the LLM's and "
+            'the encoders\' engine; use "bf16": {"enabled": true}, or neither for float32'
         )
     if config.data_types.grad_accum_dtype == "bf16" and config.bf16.enabled is False:
         yield "data_types.grad_accum_dtype: bf16 needs bf16.enabled; remove it, or enable bf16"
@@ -158,14 +160,15 @@ def _zero(config: Config) -> Iterator[str]:
     stage, stages = config.zero_optimization.stage, config.pipeline.stages
     if stage == 0:
         yield (
-            "zero_optimization.stage: 0 clips by a wrong gradient norm under pipeline parallelism; use 1 (its result "
-            "is the same as that of unsharded training)"
+            "zero_optimization.stage: 0 clips by a wrong gradient norm under pipeline parallelism; use 1 "
+            "(its result is the same as that of unsharded training)"
         )
     if stage >= 2 and stages != "auto" and stages > 1:
         yield (
-            f"zero_optimization.stage: {stage} shards gradients{' and weights' if stage == 3 else ''}, which a "
-            f"pipeline of {stages} stages needs whole until its last micro-batch; set zero_optimization.stage to 1, "
-            "or pipeline.stages to 1 (omni.encoder_parallel.zero_stage may be 1, 2 or 3 in any case)"
+            f"zero_optimization.stage: {stage} shards gradients{' and weights' if stage == 3 else ''}, "
+            f"which a pipeline of {stages} stages needs whole until its last micro-batch; set "
+            f"zero_optimization.stage to 1, or pipeline.stages to 1 (omni.encoder_parallel.zero_stage may "
+            f"be 1, 2 or 3 in any case)"
         )
 
 

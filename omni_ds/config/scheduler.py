@@ -1,8 +1,8 @@
 """The learning rate schedule: DeepSpeed's classes, with one value for each parameter group.
 
-DeepSpeed's WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest take learning rates as arguments and, given a scalar,
-set every group to it. They also take a list, one value a group: that is what is made here. WarmupCosineLR takes
-ratios and keeps each group's own rate.
+DeepSpeed's WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest take learning rates as arguments and, given a
+scalar, set every group to it. They also take a list, one value a group: that is what is made here.
+WarmupCosineLR takes ratios and keeps each group's own rate.
 """
 
 from __future__ import annotations
@@ -84,16 +84,14 @@ def scheduler_faults(scheduler: Scheduler) -> Iterator[str]:
             yield f"{where}: got a list, expected one number; other parts' rates are scaled with their own lr"
         elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
             yield f"{where}: got {value!r}, expected a number >= 0"
-    total, warmup = (scheduler.params.get(key) for key in STEP_COUNTS)
-    if isinstance(total, int) and isinstance(warmup, int) and warmup > total:
-        yield f"scheduler.params.warmup_num_steps: {warmup} is more than total_num_steps {total}; lower it"
 
 
 def scheduler_params(config: Config, group_lrs: Sequence[float]) -> dict[str, Any]:
     """Keyword arguments of `config.scheduler.type` for an optimizer whose groups have the rates `group_lrs`.
 
-    A rate that the user wrote is the one of a group with the optimizer's `lr`; other groups get it times their own
-    `lr` / that `lr`. The configuration has been resolved (no "auto" number of steps). Empty without a scheduler.
+    A rate that the user wrote is the one of a group with the optimizer's `lr`; other groups get it times
+    their own `lr` / that `lr`. The configuration has been resolved (no "auto" number of steps). Empty
+    without a scheduler.
     """
     if config.scheduler is None:
         return {}

@@ -1,0 +1,112 @@
+"""What the configuration can say already and the code cannot do yet. A later feature removes its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from omni_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from omni_ds.config.root import Config
+
+
+def refuse_unsupported(config: Config) -> None:
+    """UserError that names everything that is not supported yet, why, and what to use."""
+    messages = list(_unsupported(config))
+    if messages:
+        raise UserError("\n".join(messages))
+
+
+def _unsupported(config: Config) -> Iterator[str]:
+    omni = config.omni
+    if omni.model is not None:  # the parts in it are not looked at: their modality is not known
+        yield (
+            "omni.model is not supported yet: a whole multimodal checkpoint cannot be taken apart; use "
+            "omni.llm and omni.encoders.<name>, each with the path of its own checkpoint"
+        )
+    else:
+        yield from _encoders(config)
+    yield from _degrees(config)
+    yield from _llm_memory(config)
+    if isinstance(omni.encoder_parallel.long_short, int):
+        yield (
+            f"omni.encoder_parallel.long_short: {omni.encoder_parallel.long_short} is not supported yet: "
+            f"segments are "
+            'encoded whole; use "auto" or "off"'
+        )
+    if omni.balance.group_size != "auto":
+        yield (
+            f"omni.balance.group_size: {omni.balance.group_size} is not supported yet: samples are exchanged "
+            'between all replicas; use "auto"'
+        )
+    for name, source in omni.eval.sets.items():
+        if source.metric == "wer":
+            yield (
+                f"omni.eval.sets.{name}.metric: wer is not supported yet: it needs freely generated text; "
+                f"use exact_match or loss, and compute the word error rate with the exported model"
+            )
+
+
+def _degrees(config: Config) -> Iterator[str]:
+    instead = "use 1, and more pipeline.stages or more data-parallel replicas"
+    if config.tensor_parallel.autotp_size > 1:
+        yield (
+            f"tensor_parallel.autotp_size: {config.tensor_parallel.autotp_size} is not supported yet: a "
+            f"layer is held whole; {instead}"
+        )
+    if config.sequence_parallel_size > 1:
+        yield (
+            f"sequence_parallel_size: {config.sequence_parallel_size} is not supported yet: a packed "
+            f"sequence is held whole; {instead}, and a smaller omni.data.max_tokens_per_micro_batch"
+        )
+    if config.expert_parallel.enabled or config.expert_parallel.autoep_size > 1:
+        yield f"expert_parallel is not supported yet: the LLMs so far have no experts; {instead}"
+
+
+def _encoders(config: Config) -> Iterator[str]:
+    first: dict[str, str] = {}
+    for name, encoder in config.omni.encoders.items():
+        key = f"omni.encoders.{name}"
+        if encoder.modality == "video":
+            yield (
+                f"{key}.modality: video is not supported yet: frames are not read; use image, with single "
+                f"frames"
+            )
+            continue
+        for option in ("fps", "max_frames"):
+            if getattr(encoder.processor, option) is not None:
+                yield (
+                    f"{key}.processor.{option} is not supported yet: video is not read; use images, and "
+                    f"remove it"
+                )
+        if encoder.modality in first:
+            yield (
+                f"{key}.modality: a second {encoder.modality} encoder is not supported yet: the media of a "
+                f"sample would not say which of {first[encoder.modality]} and {name} they are for; use one "
+                f"of them"
+            )
+        elif encoder.modality is not None:
+            first[encoder.modality] = name
+
+
+def _llm_memory(config: Config) -> Iterator[str]:
+    zero, checkpointing = config.zero_optimization, config.activation_checkpointing
+    if zero.stage >= 2:
+        yield (
+            f"zero_optimization.stage: {zero.stage} is not supported yet for the LLM: it runs in the "
+            f"pipeline engine; use 1 (omni.encoder_parallel.zero_stage may be 1, 2 or 3)"
+        )
+    for option in ("offload_optimizer", "offload_param"):
+        if (getattr(zero, option) or {}).get("device", "none") != "none":
+            yield (
+                f"zero_optimization.{option} is not supported yet: weights and optimizer state stay on the "
+                f"device; use more pipeline.stages, or remove it"
+            )
+    if checkpointing is not None:
+        for option, value in checkpointing.model_dump().items():
+            if value is True:
+                yield (
+                    f"activation_checkpointing.{option} is not supported yet: activations are recomputed, "
+                    f"not moved; use pipeline.activation_checkpoint_interval, and remove it"
+                )
