@@ -1,0 +1,1 @@
+"""Resume, in a layout-free format, and HF export."""

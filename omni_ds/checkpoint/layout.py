@@ -1,0 +1,86 @@
+"""Names and places of a checkpoint.
+
+    checkpoints/
+      latest                     one line: the newest complete tag; written last, atomically
+      step-00000100/
+        index.json               what is where, step, schedules, data position, fingerprint
+        llm-00000.safetensors    fragments of rank 0, one 1-D fp32 tensor each
+        encoders-00000.safetensors
+
+A fragment is stored as ``<global parameter name>|<offset>|<key>``: ``key`` is ``weight`` (the fp32 master) or
+an optimizer state; ``offset`` counts elements of the flattened parameter. Nothing depends on how many ranks
+wrote it, and nothing is unpickled.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from omni_ds.errors import UserError
+
+FORMAT = 1
+INDEX = "index.json"
+LATEST = "latest"
+
+
+def tag_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def fragment_key(name: str, offset: int, key: str) -> str:
+    return f"{name}|{offset}|{key}"
+
+
+def parse_fragment_key(text: str) -> tuple[str, int, str]:
+    name, offset, key = text.rsplit("|", 2)
+    return name, int(offset), key
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader sees the old or the new file, never a part of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_index(folder: Path) -> dict:
+    """The index of one checkpoint.
+
+    Raises:
+        UserError: no index, an unreadable one, or one of another format version.
+    """
+    try:
+        index = json.loads((folder / INDEX).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder} is not a complete checkpoint ({error}); resume from another one") from None
+    if index.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has checkpoint format {index.get('format')}, this version reads {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    return index
+
+
+def latest_tag(root: Path) -> str | None:
+    """The newest complete checkpoint under ``root``, or None."""
+    try:
+        tag = (root / LATEST).read_text().strip()
+    except OSError:
+        return None
+    return tag if (root / tag / INDEX).is_file() else None
+
+
+def prune(root: Path, keep_last: int | None) -> None:
+    """Delete all but the ``keep_last`` newest complete checkpoints, and unfinished ones older than them."""
+    if keep_last is None:
+        return
+    complete = sorted(path for path in root.glob("step-*") if (path / INDEX).is_file())
+    for path in complete[:-keep_last]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob("step-*.tmp"):
+        if complete and path.name < complete[-1].name:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""What a config composes: HF configs, numbers for the plan, text and media processors. Nothing is allocated."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_ds.config import Config
+from omni_ds.plan.build import Plan, PlanOptions, build_plan
+from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.mesh import Mesh
+
+
+@dataclass
+class Composition:
+    """The parts of a model, read but not built.
+
+    Attributes:
+        llm_config: HF config of the LLM; its ``vocab_size`` covers added placeholder tokens.
+        encoder_configs: HF config of each tower.
+        llm, encoders: the same in numbers.
+        text: tokenizer, chat template and placeholders; None when only numbers were asked for.
+        media: preprocessing by encoder; empty with ``text`` None.
+    """
+
+    llm_config: Any
+    encoder_configs: dict[str, Any]
+    llm: LLMMeta
+    encoders: tuple[EncoderMeta, ...]
+    text: Any = None
+    media: dict[str, Any] = field(default_factory=dict)
+
+
+def read_composition(config: Config, *, processors: bool = True) -> Composition:
+    """Read the parts named by ``config``.
+
+    Args:
+        processors: False leaves tokenizer and media processors out, for planning without data.
+
+    Raises:
+        UserError: a missing or unsupported checkpoint, or geometry that does not fit.
+    """
+    from models.hf_config import load_hf_config  # imports transformers
+
+    omni = config.omni
+    llm_config = load_hf_config(omni.llm, "llm", "omni.llm")
+    encoder_configs = {
+        name: load_hf_config(encoder, "encoder", f"omni.encoders.{name}")
+        for name, encoder in omni.encoders.items()
+    }
+    text, media = None, {}
+    if processors:
+        from data.processors import build_media, build_text
+
+        text = build_text(config)
+        if text.vocab_size > llm_config.vocab_size:
+            llm_config.vocab_size = text.vocab_size
+        media = build_media(config, encoder_configs)
+    return Composition(
+        llm_config=llm_config,
+        encoder_configs=encoder_configs,
+        llm=LLMMeta.from_config(llm_config.to_dict(), trainable=not omni.llm.freeze),
+        encoders=tuple(
+            EncoderMeta.from_config(name, omni.encoders[name], hf.to_dict(), llm_config.hidden_size)
+            for name, hf in encoder_configs.items()
+        ),
+        text=text,
+        media=media,
+    )
+
+
+def plan_of(config: Config, composition: Composition, world_size: int) -> Plan:
+    """The static plan for a resolved configuration on ``world_size`` ranks.
+
+    Raises:
+        UserError: degrees that do not divide, or more stages than layers.
+    """
+    mesh = Mesh.from_world(
+        world_size,
+        pipe=config.pipeline.stages,
+        sequence=config.sequence_parallel_size,
+        tensor=max(1, config.tensor_parallel.autotp_size),
+    )
+    options = PlanOptions(
+        placement=config.omni.encoder_parallel.placement,
+        encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
+        balance_mode=config.omni.balance.mode,
+        max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
+        micro_batches=config.gradient_accumulation_steps,
+        recompute=recomputes(config),
+        encoder_recompute=recomputes(config),
+    )
+    return build_plan(composition.llm, composition.encoders, mesh, options)
+
+
+def recomputes(config: Config) -> bool:
+    """Whether layers recompute their activations in the backward pass."""
+    return config.activation_checkpointing is not None or config.pipeline.activation_checkpoint_interval > 0

@@ -1,0 +1,1 @@
+"""Runs the plan's actions on two DeepSpeed engines: the LLM's pipeline and the encoders."""

@@ -1,0 +1,261 @@
+"""The encoders' own DeepSpeed engine: replicated on every rank, optimizer state sharded over the world.
+
+Encoders with anything to train share one engine; fully frozen ones are plain modules under ``no_grad``.
+Gradients are reduced once a step, in the planned ``ER`` action, so that EF and EB are free of world
+collectives and each rank may run them when it has time. ZeRO-3 is the exception: there every pass gathers
+parameters, so every rank runs the planned passes in the same order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, nn
+
+from models.encoders import RuntimeEncoders
+from omni_ds.engine.optimizer_adapter import OptimizerAdapter, adapt
+
+
+@contextmanager
+def world_parallel() -> Iterator[None]:
+    """Make DeepSpeed see the encoders as purely data parallel over the world.
+
+    ``deepspeed.utils.groups.mpu`` is process-global and the LLM's engine sets it; without this the encoder
+    engine would reduce over the LLM's data axis, silently.
+    """
+    before = deepspeed_groups.mpu
+    deepspeed_groups.mpu = None
+    try:
+        yield
+    finally:
+        deepspeed_groups.mpu = before
+
+
+@dataclass
+class _LiveWindow:
+    """What EB needs of a window's EF: the trainable output and where its rows lie in the window's output."""
+
+    trainable_output: Tensor
+    trainable_rows: Tensor  # [rows] int64: row of the window output for each row of trainable_output
+
+
+class EncoderEngine:
+    """Runs the encoders of this rank.
+
+    Args:
+        order: all encoder names in config order, the order of output rows.
+        trainable: encoders with trainable parameters, or None.
+        frozen: fully frozen encoders, or None.
+        engine: the DeepSpeed engine that wraps ``trainable``, or None with it.
+        hidden_size: width of a feature row (the LLM's hidden size).
+        zero_stage: of the encoder engine.
+        dtype, device: of inputs and features.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        trainable: RuntimeEncoders | None,
+        frozen: RuntimeEncoders | None,
+        engine: DeepSpeedEngine | None,
+        hidden_size: int,
+        zero_stage: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._order = tuple(order)
+        self._modules = {"trainable": trainable, "frozen": frozen}
+        self.engine = engine
+        self._hidden_size = hidden_size
+        self._zero_stage = zero_stage
+        self._dtype, self._device = dtype, device
+        self._live: dict[int, _LiveWindow] = {}
+        self._accumulation: ExitStack | None = None
+        self.adapter: OptimizerAdapter | None = None
+        if engine is not None:
+            self.adapter = adapt(engine.optimizer)
+            engine.enable_backward_allreduce = zero_stage == 3
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any encoder has trainable parameters."""
+        return self.engine is not None
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for module in self._modules.values() if module is not None)
+
+    def encoders(self) -> dict[str, nn.Module]:
+        """Every encoder by name, in config order."""
+        found = {name: encoder for module in self.modules() for name, encoder in module.encoders.items()}
+        return {name: found[name] for name in self._order}
+
+    def train(self, mode: bool = True) -> None:
+        for module in self.modules():
+            module.train(mode)
+
+    def forward(
+        self,
+        window: int,
+        media: Mapping[str, Sequence[Tensor]],
+        rows: Mapping[str, int],
+        passes: Sequence[str],
+        keep_graph: bool,
+    ) -> Tensor:
+        """Encode this rank's share of a window.
+
+        Args:
+            window: its index; EB refers to it.
+            media: preprocessed media by encoder, in share order (image [3, H, W], audio [mels, frames]).
+            rows: feature rows of the share by encoder.
+            passes: encoders that must run even without media (world collectives under ZeRO-3).
+            keep_graph: False in evaluation.
+
+        Returns:
+            [rows, hidden_size] in config order of encoders, without a graph.
+        """
+        media = {
+            name: [value.to(self._device, self._dtype, non_blocking=True) for value in values]
+            for name, values in media.items()
+        }
+        blocks: dict[str, Tensor] = {}
+        blocks.update(self._run_frozen(media, rows))
+        output, trainable_rows = self._run_trainable(media, rows, passes, keep_graph)
+        if output is not None:
+            names = [name for name in self._order if name in trainable_rows]
+            blocks.update(zip(names, output.detach().split([rows[n] for n in names]), strict=True))
+            if keep_graph:
+                self._live[window] = _LiveWindow(output, _row_index(self._order, rows, names, self._device))
+        present = [blocks[name] for name in self._order if name in blocks]
+        if not present:
+            return torch.zeros((0, self._hidden_size), dtype=self._dtype, device=self._device)
+        return torch.cat(present)
+
+    def _run_frozen(self, media: Mapping[str, list[Tensor]], rows: Mapping[str, int]) -> dict[str, Tensor]:
+        module = self._modules["frozen"]
+        names = [] if module is None else [name for name in module.encoders if media.get(name)]
+        if not names:
+            return {}
+        with torch.no_grad():
+            output = module({name: media[name] for name in names}, ())
+        return dict(zip(names, output.split([rows[name] for name in names]), strict=True))
+
+    def _run_trainable(
+        self,
+        media: Mapping[str, list[Tensor]],
+        rows: Mapping[str, int],
+        passes: Sequence[str],
+        keep_graph: bool,
+    ) -> tuple[Tensor | None, set[str]]:
+        module = self._modules["trainable"]
+        if module is None:
+            return None, set()
+        present = {name: media[name] for name in module.encoders if media.get(name)}
+        minimal = tuple(
+            n for n in module.encoders if self._zero_stage == 3 and n in passes and n not in present
+        )
+        if not present and not minimal:
+            return None, set()
+        with world_parallel(), torch.set_grad_enabled(keep_graph):
+            output = self.engine(present, minimal) if keep_graph else module(present, minimal)
+        return output, set(present)
+
+    def backward(self, window: int, gradient: Tensor) -> None:
+        """Accumulate parameter gradients of a window.
+
+        Args:
+            gradient: [rows, hidden_size] of the window output, already scaled so that the mean over the
+                engine's ranks is the sum we want.
+        """
+        live = self._live.pop(window, None)
+        if live is None:  # nothing trainable in this rank's share
+            return
+        self._begin_accumulation()
+        with world_parallel():
+            self.engine.optimizer.clear_backward_seen_flag()
+            self.engine.set_gradient_accumulation_boundary(self._zero_stage == 3 and self._last_pass)
+            live.trainable_output.backward(gradient.index_select(0, live.trainable_rows))
+
+    def begin_step(self, backward_windows: Sequence[int]) -> None:
+        """Announce the windows that will run EB in this step, in order."""
+        self._remaining = list(backward_windows)
+
+    @property
+    def _last_pass(self) -> bool:
+        return len(self._remaining) <= 1
+
+    def finish_window(self, window: int) -> None:
+        """Called after EB of ``window``, whether or not this rank had work in it."""
+        self._remaining.remove(window)
+
+    def _coalesces(self) -> bool:
+        return self._zero_stage in (1, 2) and not isinstance(self.engine.optimizer, BF16_Optimizer)
+
+    def _begin_accumulation(self) -> None:
+        if self._accumulation is None:
+            self._accumulation = ExitStack()
+            if self._coalesces():
+                self._accumulation.enter_context(self.engine.coalesce_grad_reduction())
+
+    def reduce(self) -> None:
+        """Sum the step's gradients over the world: the ER action."""
+        if self.engine is None:
+            return
+        with world_parallel():
+            self._begin_accumulation()
+            if self._zero_stage != 3:
+                self._fill_missing_gradients()
+            self._accumulation.close()  # with coalescing, this is where DeepSpeed reduces
+            self._accumulation = None
+            if isinstance(self.engine.optimizer, BF16_Optimizer):
+                self.engine.set_gradient_accumulation_boundary(True)
+                self.engine.allreduce_gradients()
+
+    def _fill_missing_gradients(self) -> None:
+        """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
+        optimizer = self.engine.optimizer
+        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+        missing = [p for p in parameters if not self.adapter.has_gradient(p)]
+        if not missing:
+            return
+        if isinstance(optimizer, BF16_Optimizer):
+            optimizer.clear_lp_grads(set_to_none=True)
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(optimizer, BF16_Optimizer):
+            optimizer.update_hp_grads(clear_lp_grads=True)
+
+    def squared_norm(self) -> Tensor:
+        """Squared gradient norm over the world, a float64 CPU scalar; valid after :meth:`reduce`."""
+        if self.adapter is None:
+            return torch.zeros((), dtype=torch.float64)
+        with world_parallel():
+            return self.adapter.squared_norm()
+
+    def step(self, norm: float, clip: float) -> None:
+        if self.adapter is not None:
+            with world_parallel():
+                self.adapter.step(norm, clip)
+
+    def skip_step(self) -> None:
+        if self.adapter is not None:
+            with world_parallel():
+                self.adapter.skip()
+
+    def discard_live(self) -> None:
+        """Forget graphs that no EB will consume (evaluation, or a step without targets)."""
+        self._live.clear()
+
+
+def _row_index(
+    order: Sequence[str], rows: Mapping[str, int], wanted: Sequence[str], device: torch.device
+) -> Tensor:
+    starts, position = {}, 0
+    for name in order:
+        starts[name] = position
+        position += rows.get(name, 0)
+    ranges = [torch.arange(starts[n], starts[n] + rows[n], device=device) for n in wanted]
+    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64, device=device)

@@ -1,0 +1,95 @@
+"""The process environment: ranks from whichever launcher, backend, device, DeepSpeed's start-up quirks."""
+
+import logging
+import os
+import sys
+from datetime import timedelta
+
+# How long a rank waits for the others before it gives up and says so.
+TIMEOUT = timedelta(minutes=float(os.environ.get("OMNI_DS_TIMEOUT_MINUTES", "30")))
+
+
+def rank() -> int:
+    """Global rank from the launcher's environment (deepspeed, torchrun, srun), 0 without one."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def is_rank_0() -> bool:
+    return rank() == 0
+
+
+def _adopt_slurm() -> None:
+    """Set the variables torch expects from srun's, when only those are there."""
+    if (
+        "RANK" in os.environ
+        or "SLURM_PROCID" not in os.environ
+        or int(os.environ.get("SLURM_NTASKS", "1")) < 2
+    ):
+        return
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", "localhost"))
+    os.environ.setdefault("MASTER_ADDR", _first_node(nodes))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000))
+
+
+def _first_node(nodes: str) -> str:
+    """First host of a Slurm node list: ``gpu[03-05,9],x`` -> ``gpu03``."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def start_distributed() -> None:
+    """Join the world: NCCL on CUDA, gloo on CPU. A process without a launcher is a world of one."""
+    import torch
+
+    _adopt_slurm()
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", _threads_per_rank())))
+    quiet_deepspeed()
+    import deepspeed
+
+    # Its shared-memory op is compiled on first use and is of no use to us.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+
+
+def quiet_deepspeed() -> None:
+    """Only warnings of DeepSpeed and HF; what matters to a user is printed by us."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _threads_per_rank() -> int:
+    local = int(
+        os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    )
+    return max(1, (os.cpu_count() or 1) // local)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def stop_distributed() -> None:
+    """Leave the world in order; without it some ranks abort when the process ends."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,248 @@
+"""Executes one step's actions on one rank. It decides nothing: order, shapes and peers come from the plan.
+
+Scale, once and for all. The loss of a micro-batch is ``local_sum / target_tokens * D``: the LLM engine
+averages gradients over the D data ranks, and we want their sum. The gradient arriving at a feature carries
+that D, and the encoder engine averages over the whole world, so it is multiplied by ``world / D`` before EB.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from models.packed import PackedBatch
+from omni_ds.engine.encoder_engine import EncoderEngine
+from omni_ds.engine.llm_engine import sum_over_ranks
+from omni_ds.engine.loss import TargetScores, loss_sum, score_targets
+from omni_ds.engine.protocol import LLMEngine
+from omni_ds.parallel.channel import Channel
+from omni_ds.parallel.feature_reshard import FeatureReshard
+from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.plan.actions import Action, Kind
+from omni_ds.plan.build import Plan, StepPlan
+
+
+@dataclass
+class StepInput:
+    """What a rank holds of one global batch.
+
+    Attributes:
+        plan: the step plan.
+        batches: micro-batch -> packed tensors on the device.
+        media: window -> encoder -> media of this rank's share, in share order.
+        target_tokens: of the global batch, failed samples left out.
+    """
+
+    plan: StepPlan
+    batches: Mapping[int, PackedBatch]
+    media: Mapping[int, Mapping[str, Sequence[Tensor]]]
+    target_tokens: int
+
+
+@dataclass
+class StepResult:
+    """``loss``: mean over the target tokens of the global batch; ``grad_norm``: joint, before clipping;
+    ``skipped``: the gradients were not finite and no weight changed; ``scores``: evaluation only,
+    micro-batch -> scores of its targets (last stage); ``times``: (action, start ns, end ns)."""
+
+    loss: float
+    grad_norm: float = 0.0
+    skipped: bool = False
+    scores: dict[int, TargetScores] = field(default_factory=dict)
+    times: list[tuple[Action, int, int]] = field(default_factory=list)
+    bytes_sent: int = 0
+
+
+@dataclass
+class _Live:
+    """A micro-batch between its F and its B."""
+
+    hidden: Tensor | None
+    features: Tensor | None
+    output: Tensor
+
+
+class StepExecutor:
+    """Runs steps on this rank.
+
+    Args:
+        plan: the static plan.
+        rank: global rank.
+        llm, encoders: the two engines.
+        groups: process groups.
+        device: of this rank.
+        clip: gradient clipping by the joint norm; 0 for none.
+        after_step: called after the weights changed (learning rate schedules).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        llm: LLMEngine,
+        encoders: EncoderEngine,
+        groups: ProcessGroups,
+        device: torch.device,
+        clip: float,
+        after_step: Callable[[], None] = lambda: None,
+    ):
+        self._plan, self._rank = plan, rank
+        self._llm, self._encoders = llm, encoders
+        self._groups, self._device = groups, device
+        self._clip, self._after_step = clip, after_step
+        self._stage = plan.mesh.coords(rank).pipe
+        self._last_stage = self._stage == plan.mesh.pipe - 1
+        self._activations = Channel(groups.activations, device, "activations")
+        self._gradients = Channel(groups.gradients, device, "activation gradients")
+        self._features = Channel(groups.features, device, "features")
+        self._feature_gradients = Channel(groups.feature_gradients, device, "feature gradients")
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.EF: self._encoder_forward,
+            Kind.EB: self._encoder_backward,
+            Kind.ER: lambda _: self._encoders.reduce(),
+            Kind.SEND_F: lambda a: self._activations.send(self._live[a.index].output, a.peer),
+            Kind.RECV_F: lambda a: self._post(self._activations, a),
+            Kind.SEND_B: lambda a: self._gradients.send(self._hidden_gradients.pop(a.index), a.peer),
+            Kind.RECV_B: lambda a: self._post(self._gradients, a),
+            Kind.SEND_X: lambda a: self._reshard.send(a.index, a.peer, self._outputs[a.index]),
+            Kind.RECV_X: lambda a: self._reshard.post(a.index, a.peer),
+            Kind.SEND_G: lambda a: self._reshard.send_gradient(a.index, a.peer),
+            Kind.RECV_G: lambda a: self._reshard.post_gradient(a.index, a.peer),
+            Kind.TIED: lambda _: self._llm.reduce_tied(),
+            Kind.REDUCE: lambda _: self._llm.reduce(),
+            Kind.NORM: self._norm,
+            Kind.STEP: self._step,
+        }
+
+    def run(self, step: StepInput) -> StepResult:
+        """Run all actions of one step; collective over the world."""
+        plan = step.plan
+        self._input = step
+        self._train = not plan.forward_only
+        replica = plan.replica_of(self._rank)
+        self._windows = {window.index: window for window in replica.windows}
+        self._reshard = FeatureReshard(
+            replica.transfers,
+            self._rank,
+            self._features,
+            self._feature_gradients,
+            self._plan.llm.hidden,
+            self._llm.dtype,
+            self._device,
+        )
+        self._live: dict[int, _Live] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._hidden_gradients: dict[int, Tensor] = {}
+        self._losses: list[Tensor] = []
+        self._result = StepResult(loss=0.0)
+        actions = plan.actions(self._rank)
+        sent_before = self._bytes_sent()
+        self._encoders.begin_step([a.index for a in actions if a.kind is Kind.EB])
+        self._encoders.train(self._train)
+        self._llm.train(self._train)
+        with torch.set_grad_enabled(self._train):
+            self._llm.run(actions, plan.micro_batches, self._timed)
+        for channel in self._channels():
+            channel.flush()
+        self._encoders.discard_live()
+        local = float(torch.stack(self._losses).sum()) if self._losses else 0.0
+        (total,) = sum_over_ranks([local], self._groups.control)
+        self._result.loss = total / max(step.target_tokens, 1)
+        self._result.bytes_sent = self._bytes_sent() - sent_before
+        return self._result
+
+    def _channels(self) -> tuple[Channel, ...]:
+        return (self._activations, self._gradients, self._features, self._feature_gradients)
+
+    def _bytes_sent(self) -> int:
+        return sum(channel.bytes_sent for channel in self._channels())
+
+    def _timed(self, action: Action) -> None:
+        start = time.perf_counter_ns()
+        self._handlers[action.kind](action)
+        self._result.times.append((action, start, time.perf_counter_ns()))
+
+    def _post(self, channel: Channel, action: Action) -> None:
+        shape = (self._input.batches[action.index].tokens, self._plan.llm.hidden)
+        channel.post(action.index, shape, self._llm.dtype, action.peer)
+
+    def _forward(self, action: Action) -> None:
+        index = action.index
+        batch = self._input.batches[index]
+        hidden = features = None
+        if self._stage > 0:
+            hidden = self._activations.wait(index).requires_grad_(self._train)
+        else:
+            features = self._reshard.features_of(index)
+            if features is not None:
+                features.requires_grad_(self._train and self._encoders.trainable)
+                batch = replace(batch, features=features)
+        if batch.tokens == 0:
+            empty = torch.zeros((0, self._plan.llm.hidden), dtype=self._llm.dtype, device=self._device)
+            self._live[index] = _Live(hidden, features, empty)
+            return
+        output = self._llm.forward(batch, hidden)
+        if self._last_stage:
+            if not self._train:
+                scores = score_targets(output, batch.target_ids)
+                self._result.scores[index] = scores
+                self._losses.append(scores.loss.double().sum())
+                return
+            loss = loss_sum(output, batch.target_ids)
+            self._losses.append(loss.detach().double())
+            output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
+        self._live[index] = _Live(hidden, features, output)
+
+    def _backward(self, action: Action) -> None:
+        index = action.index
+        live = self._live.pop(index)
+        empty = self._input.batches[index].tokens == 0
+        gradient = None if self._last_stage else self._gradients.wait(index)
+        if not empty:
+            self._llm.backward(live.output, gradient)
+        if live.hidden is not None:
+            self._hidden_gradients[index] = live.hidden if empty else live.hidden.grad
+        if live.features is not None and live.features.requires_grad:
+            self._reshard.store_gradient(index, live.features.grad)
+
+    def _encoder_forward(self, action: Action) -> None:
+        window = self._windows[action.index]
+        share = window.share(self._rank)
+        rows: dict[str, int] = {}
+        for placed in share.items:
+            rows[placed.item.encoder] = rows.get(placed.item.encoder, 0) + placed.item.rows
+        output = self._encoders.forward(
+            window.index, self._input.media.get(window.index, {}), rows, window.passes, keep_graph=self._train
+        )
+        assert output.shape[0] == share.rows, (
+            f"window {window.index}: encoders made {output.shape[0]} rows, the plan says {share.rows}"
+        )
+        self._outputs[window.index] = output
+        self._reshard.keep_local(window.index, output)
+
+    def _encoder_backward(self, action: Action) -> None:
+        output = self._outputs.pop(action.index)
+        gradient = self._reshard.gradient_of(action.index, output.shape[0])
+        scale = self._plan.mesh.world_size / self._plan.mesh.data_degree
+        self._encoders.backward(action.index, gradient * scale)
+        self._encoders.finish_window(action.index)
+
+    def _norm(self, _: Action) -> None:
+        squared = self._llm.squared_norm() + self._encoders.squared_norm()
+        self._result.grad_norm = math.sqrt(float(squared))
+
+    def _step(self, _: Action) -> None:
+        # One decision for both engines; the norm is the same number on every rank.
+        if math.isfinite(self._result.grad_norm):
+            self._llm.step(self._result.grad_norm, self._clip)
+            self._encoders.step(self._result.grad_norm, self._clip)
+            self._after_step()
+        else:
+            self._result.skipped = True
+            self._llm.skip_step()
+            self._encoders.skip_step()

@@ -1,0 +1,204 @@
+"""One training run from the command line's arguments to the exported folder."""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data.index import IndexedDataset, open_dataset
+from data.loader import EvalLoader, StepLoader
+from data.sampler import GlobalBatchSampler
+from omni_ds.checkpoint import state
+from omni_ds.checkpoint.layout import write_atomically
+from omni_ds.composition import Composition, plan_of, read_composition
+from omni_ds.config import Config
+from omni_ds.config.load import load_config
+from omni_ds.config.resolve import resolve
+from omni_ds.engine import environment
+from omni_ds.engine.export import check_target, export_model
+from omni_ds.engine.metrics import Reporter
+from omni_ds.engine.pipeline_module import stage_device
+from omni_ds.engine.runtime import Runtime, build_runtime
+from omni_ds.engine.summary import describe_data, describe_parts, describe_plan
+from omni_ds.engine.trainer import EvaluationSet, Trainer
+from omni_ds.errors import UserError
+from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
+from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.plan.build import Plan
+from omni_ds.plan.mesh import Mesh
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train, evaluate and export as the arguments say; returns the exit status.
+
+    Raises:
+        UserError: something the user can put right; the same on every rank.
+    """
+    config = load_config(arguments.deepspeed_config, arguments.set)
+    environment.start_distributed()
+    try:
+        _run(config, arguments)
+    except UserError:
+        environment.stop_distributed()  # raised on all ranks alike, so all reach this
+        raise
+    environment.stop_distributed()
+    return 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a run is made of, on this rank; ``config`` is resolved."""
+
+    config: Config
+    composition: Composition
+    dataset: IndexedDataset
+    held_out: dict[str, IndexedDataset]
+    sampler: GlobalBatchSampler
+    plan: Plan
+    runtime: Runtime
+
+    def batches(self, first_step: int, last_step: int) -> StepLoader:
+        """This rank's input of the steps after ``first_step`` up to ``last_step``."""
+        data = self.config.omni.data
+        return StepLoader(
+            self.dataset,
+            self.sampler,
+            self.plan,
+            self.runtime.rank,
+            first_step,
+            last_step,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch_steps,
+        )
+
+    def evaluation(self) -> dict[str, EvaluationSet]:
+        return {name: _evaluation_set(self, dataset) for name, dataset in self.held_out.items()}
+
+    def fingerprint(self) -> str:
+        """Changes when the order or content of the training samples would."""
+        parts = {
+            "dataset": self.dataset.fingerprint,
+            "weights": [source.weight for source in self.config.omni.data.train],
+            "batch": self.config.train_batch_size,
+            "seed": self.config.omni.train.seed,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def assemble(config: Config) -> Run:
+    """Read, index, plan and build; collective over the initialised world.
+
+    Raises:
+        UserError: on every rank alike.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    has_cuda = torch.cuda.is_available()
+    config = resolve(config, world, None, has_cuda=has_cuda)
+    groups = ProcessGroups.create(Mesh.from_world(world, pipe=config.pipeline.stages), environment.TIMEOUT)
+    broadcast_from_rank_0(lambda: _prepare_output(Path(config.omni.output_dir)), groups.control)
+    composition = all_or_error(lambda: read_composition(config), groups.control)
+    dataset = _open(config.omni.data.train, config, composition, groups)
+    held_out = {
+        name: _open([each], config, composition, groups) for name, each in config.omni.eval.sets.items()
+    }
+    sampler = GlobalBatchSampler(
+        dataset.source_sizes,
+        [source.weight for source in config.omni.data.train],
+        config.train_batch_size,
+        config.omni.train.seed,
+    )
+    config = resolve(config, world, len(dataset), has_cuda=has_cuda)
+    plan = plan_of(config, composition, world)
+    runtime = build_runtime(config, composition, plan, groups, rank, stage_device(_local_rank()))
+    return Run(config, composition, dataset, held_out, sampler, plan, runtime)
+
+
+def _run(config: Config, arguments: argparse.Namespace) -> None:
+    run = assemble(config)
+    config, runtime, group = run.config, run.runtime, run.runtime.groups.control
+    output = Path(config.omni.output_dir)
+    export_dir = arguments.export or (str(output / "export") if config.omni.export.at_end else None)
+    if export_dir is not None:
+        check_target(export_dir, group)
+    if runtime.rank == 0:
+        write_atomically(output / "resolved_config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+    first_step, last_step, folder = 0, config.omni.train.max_steps, None
+    if arguments.resume is not None:
+        tag = None if arguments.resume == "latest" else arguments.resume
+        folder = broadcast_from_rank_0(lambda: state.find(output / "checkpoints", tag), group)
+        first_step = all_or_error(lambda: state.read_index(folder), group)["step"]
+    reporter = Reporter(config, runtime.rank, last_step, first_step)
+    for text in (
+        describe_parts(config, runtime),
+        describe_plan(run.plan),
+        describe_data(run.dataset, run.held_out),
+    ):
+        reporter.say(text)
+    trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter)
+    try:
+        if folder is not None:
+            all_or_error(lambda: trainer.resume(folder), group)
+            reporter.say(f"resumed from {folder}: step {first_step} of {last_step}")
+        if not arguments.eval_only:
+            started = time.perf_counter()
+            trainer.train(run.batches(first_step, last_step), first_step, last_step)
+            reporter.say(f"trained {last_step - first_step} steps in {time.perf_counter() - started:.0f} s")
+        trainer.evaluate(first_step if arguments.eval_only else last_step)
+        if export_dir is not None and (arguments.export or not arguments.eval_only):
+            reporter.say(f"exported to {export_model(export_dir, config, run.composition, runtime)}")
+    finally:
+        reporter.close()
+
+
+def _prepare_output(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".write-test"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"omni.output_dir {output}: cannot write there ({error.strerror}); name another folder"
+        ) from None
+
+
+def _open(sources, config: Config, composition: Composition, groups: ProcessGroups) -> IndexedDataset:
+    """Index on rank 0, then open on every rank; collective."""
+
+    def opened(builder: bool) -> IndexedDataset:
+        return open_dataset(
+            sources,
+            config.omni.data,
+            composition.text,
+            composition.media,
+            {meta.name: meta for meta in composition.encoders},
+            builder=builder,
+        )
+
+    broadcast_from_rank_0(lambda: opened(True) and None, groups.control)
+    return all_or_error(lambda: opened(False), groups.control)
+
+
+def _evaluation_set(run: Run, dataset: IndexedDataset) -> EvaluationSet:
+    def batches() -> EvalLoader:
+        return EvalLoader(
+            dataset,
+            run.config.train_batch_size,
+            run.plan,
+            run.runtime.rank,
+            num_workers=min(1, run.config.omni.data.num_workers),
+            prefetch=run.config.omni.data.prefetch_steps,
+        )
+
+    tasks = sorted({meta.task for meta in dataset.metas(range(len(dataset)))})
+    return EvaluationSet(batches, tuple(tasks))
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,210 @@
+"""One way to ask DeepSpeed's optimizers for a norm, a clipped step or a skipped one.
+
+Two engines train one model, so gradients are clipped by one norm over both (DESIGN: one gradient norm and
+one clip). Each DeepSpeed optimizer computes its own norm inside ``step``; the adapters take it out before
+the step and put the joint norm in.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+# DeepSpeed divides by the norm plus this; clipping elsewhere in this module does the same.
+CLIP_EPSILON = 1e-6
+
+
+class OptimizerAdapter(Protocol):
+    def squared_norm(self) -> Tensor:
+        """Squared norm of the reduced gradients over all ranks that share this optimizer; float64 scalar."""
+        ...
+
+    def step(self, norm: float, clip: float) -> None:
+        """Clip by ``norm`` to ``clip`` (0: no clipping), update weights, clear gradients."""
+        ...
+
+    def skip(self) -> None:
+        """Clear the gradients without an update."""
+        ...
+
+    def refresh_weights(self) -> None:
+        """Copy the fp32 master weights into the model, after they were loaded."""
+        ...
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether anything was accumulated for ``parameter`` in this step."""
+        ...
+
+
+def _squared(norm: Tensor | float) -> Tensor:
+    # DeepSpeed reports a non-finite norm as -1.
+    value = torch.as_tensor(norm).double().cpu()
+    return torch.where(value >= 0, value**2, torch.full_like(value, math.inf))
+
+
+class _Sharded:
+    """ZeRO-1 and 2 in fp32 (:class:`DeepSpeedZeroOptimizer`)."""
+
+    _norm_method = "scaled_global_norm"
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer):
+        self._optimizer = optimizer
+
+    def squared_norm(self) -> Tensor:
+        return _squared(self._optimizer.scaled_global_norm())
+
+    @contextmanager
+    def _joint_norm(self, norm: float, clip: float) -> Iterator[None]:
+        optimizer = self._optimizer
+        before = optimizer.clip_grad
+        setattr(optimizer, self._norm_method, self._norm_result(norm))
+        optimizer.clip_grad = clip
+        try:
+            yield
+        finally:
+            optimizer.__dict__.pop(self._norm_method)
+            optimizer.clip_grad = before
+
+    def _norm_result(self, norm: float):
+        # Both optimizers divide the norm by their loss scale, which must therefore stay a tensor.
+        return lambda *_, **__: torch.tensor(norm, dtype=torch.float32, device=self._optimizer.device)
+
+    def step(self, norm: float, clip: float) -> None:
+        with self._joint_norm(norm, clip):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def skip(self) -> None:
+        # A non-finite norm is DeepSpeed's own sign to drop the step and free every gradient buffer.
+        self.step(math.inf, 0.0)
+
+    def refresh_weights(self) -> None:
+        self._optimizer.update_lp_params()
+        for group in range(len(self._optimizer.bit16_groups)):
+            self._optimizer._update_model_bit16_weights(group)
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        return self._optimizer.get_gradient_for_reduction(parameter) is not None
+
+
+class _Stage3(_Sharded):
+    """ZeRO-3 (:class:`DeepSpeedZeroOptimizer_Stage3`)."""
+
+    _norm_method = "_get_norm_groups"
+
+    def squared_norm(self) -> Tensor:
+        return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups()))
+
+    def _norm_result(self, norm: float):
+        value = torch.tensor(norm, dtype=torch.float32, device=self._optimizer.device)
+        return lambda *_, **__: [value]
+
+    def refresh_weights(self) -> None:
+        optimizer = self._optimizer
+        for group, partition in enumerate(optimizer.fp32_partitioned_groups_flat):
+            if optimizer.fp16_partitioned_groups_flat[group] is not None:
+                optimizer.fp16_partitioned_groups_flat[group].data.copy_(partition.data)
+            optimizer._unflatten_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        return True  # every backward of ZeRO-3 is planned on every rank
+
+
+class _Bf16:
+    """bf16 weights with fp32 masters and accumulation (:class:`BF16_Optimizer`)."""
+
+    def __init__(self, optimizer: BF16_Optimizer):
+        self._optimizer = optimizer
+
+    def squared_norm(self) -> Tensor:
+        gradients, _ = self._optimizer.get_grads_for_norm()
+        if not gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
+            gradients = [torch.zeros(1, device=self._optimizer.fp32_groups_flat_partition[0].device)]
+        return _squared(get_global_norm_of_tensors(gradients, mpu=self._optimizer.mpu))
+
+    def step(self, norm: float, clip: float) -> None:
+        if clip > 0 and norm > clip:
+            for gradient in self._optimizer.get_grads_for_norm(for_clipping=True):
+                gradient.mul_(clip / (norm + CLIP_EPSILON))
+        self._optimizer.clip_grad = 0.0
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def skip(self) -> None:
+        self._optimizer.clear_hp_grads()
+        self._optimizer.clear_lp_grads(set_to_none=True)
+
+    def refresh_weights(self) -> None:
+        self._optimizer.update_lp_params()
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        for group, flags in zip(
+            self._optimizer.bf16_groups, self._optimizer.fp32_groups_has_gradients, strict=True
+        ):
+            for candidate, flag in zip(group, flags, strict=True):
+                if candidate is parameter:
+                    return flag
+        return False
+
+
+class _Plain:
+    """ZeRO-0 in fp32: a torch optimizer on whole parameters; the norm spans the pipeline here."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model_group: dist.ProcessGroup | None):
+        self._optimizer = optimizer
+        self._model_group = model_group
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def squared_norm(self) -> Tensor:
+        counted = [p for p in self._parameters() if not getattr(p, "ds_pipe_replicated", False)]
+        total = sum((p.grad.double().pow(2).sum() for p in counted), torch.zeros((), dtype=torch.float64))
+        if self._model_group is not None:
+            total = total.to(self._parameters()[0].device)
+            dist.all_reduce(total, group=self._model_group)
+        return total.cpu()
+
+    def step(self, norm: float, clip: float) -> None:
+        if clip > 0 and norm > clip:
+            for parameter in self._parameters():
+                parameter.grad.mul_(clip / (norm + CLIP_EPSILON))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def skip(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def refresh_weights(self) -> None:
+        pass
+
+    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter.grad is not None
+
+
+def adapt(optimizer: object, model_group: dist.ProcessGroup | None = None) -> OptimizerAdapter:
+    """The adapter of a DeepSpeed (or torch) optimizer.
+
+    Args:
+        optimizer: ``engine.optimizer``.
+        model_group: ranks that hold the other parts of the same model; only needed without ZeRO.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        return _Bf16(optimizer)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _Stage3(optimizer)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return _Sharded(optimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer), f"unknown optimizer {type(optimizer).__name__}"
+    return _Plain(optimizer, model_group)

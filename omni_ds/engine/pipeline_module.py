@@ -1,0 +1,99 @@
+"""The LLM's stages as a DeepSpeed PipelineModule that carries the encoder anchor."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from models.llm import LayerDef
+from models.packed import PackedBatch, StageState
+from omni_ds.plan.build import Plan
+
+
+def _spec(layer: LayerDef) -> LayerSpec:
+    if layer.tied_key is None:
+        return LayerSpec(layer.cls, *layer.args, **layer.kwargs)
+    return TiedLayerSpec(
+        layer.tied_key,
+        layer.cls,
+        *layer.args,
+        forward_fn=layer.forward_fn,
+        tied_weight_attr=["embed_tokens.weight"],
+        **layer.kwargs,
+    )
+
+
+class OmniPipelineModule(PipelineModule):
+    """This rank's LLM layers, cut as the plan says, with the encoders anchored on every stage.
+
+    The anchor (:attr:`encoder_anchor`) is held outside the parameter registry: its parameters belong to the
+    encoder engine, and a registered module would be reduced and stepped twice.
+    """
+
+    def __init__(self, layers: Sequence[LayerDef], plan: Plan):
+        mesh = plan.mesh
+        self._boundaries = stage_boundaries(plan, len(layers))
+        topology = PipeModelDataParallelTopology(
+            num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data_degree
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints every layer of every stage
+            super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
+        object.__setattr__(self, "encoder_anchor", None)
+
+    def _partition_layers(self, method: str = "plan") -> None:
+        del method  # the plan has decided
+        self.parts = self._boundaries
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def anchor_encoders(self, encoders: nn.Module | None) -> None:
+        """Attach the encoders this stage runs beside its layers."""
+        object.__setattr__(self, "encoder_anchor", encoders)
+
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+        """Run this stage's layers.
+
+        Args:
+            batch: the packed micro-batch (ids, positions, segment boundaries), the same on every stage.
+            hidden: [T, H] from the previous stage; None on the first.
+
+        Returns:
+            [T, H] for the next stage, or the logits [N, V] of the target rows on the last stage.
+        """
+        state: StageState | Tensor = StageState(batch, hidden)
+        for layer in self.forward_funcs:
+            state = layer(state)
+        return state.hidden if isinstance(state, StageState) else state
+
+    def local_layers(self) -> list[nn.Module]:
+        """The distinct modules of this stage in order."""
+        modules = [
+            getattr(f, "args", (f,))[0] if not isinstance(f, nn.Module) else f for f in self.forward_funcs
+        ]
+        return list(dict.fromkeys(modules))
+
+    def global_names(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by global name (``llm.model.layers.0...``)."""
+        named: dict[str, nn.Parameter] = {}
+        for module in self.local_layers():
+            local = dict(module.named_parameters())
+            for name, global_name in module.hf_names().items():
+                named.setdefault(global_name, local[name])
+        return named
+
+
+def stage_boundaries(plan: Plan, layers: int) -> list[int]:
+    """First layer of every stage in the flat list [embedding, decoder layers..., final layers], and its end."""
+    starts = [0] + [start + 1 for start, _ in plan.stages[1:]]
+    return [*starts, layers]
+
+
+def stage_device(local_rank: int) -> torch.device:
+    """The device of this process."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")

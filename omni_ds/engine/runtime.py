@@ -1,0 +1,226 @@
+"""Builds this rank's modules and engines from the plan: only what this rank holds is ever allocated."""
+
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from models.encoders import RuntimeEncoders, build_encoder
+from models.freeze import set_trainable
+from models.llm import build_llm_layers
+from models.loading import load_encoder, load_llm
+from omni_ds.checkpoint.fragments import WEIGHT, fragments
+from omni_ds.checkpoint.state import EngineState
+from omni_ds.composition import Composition, recomputes
+from omni_ds.config import Config
+from omni_ds.config.engines import encoder_engine_config, llm_engine_config
+from omni_ds.engine.encoder_engine import EncoderEngine, world_parallel
+from omni_ds.engine.executor import StepExecutor
+from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine
+from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
+from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.protocol import LLMEngine
+from omni_ds.parallel.agreement import all_or_error
+from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.plan.build import Plan
+
+
+@dataclass
+class Runtime:
+    """One rank's engines.
+
+    Attributes:
+        module: the LLM's stage; its ``encoder_anchor`` is ``encoders``.
+        source_dtypes: dtype a parameter was imported with, by global name; absent for fresh weights.
+    """
+
+    plan: Plan
+    rank: int
+    device: torch.device
+    groups: ProcessGroups
+    module: OmniPipelineModule
+    llm: LLMEngine
+    encoders: EncoderEngine
+    schedules: Schedules
+    executor: StepExecutor
+    source_dtypes: dict[str, torch.dtype]
+
+    def learning_rates(self) -> dict[str, float]:
+        return self.schedules.learning_rates()
+
+    def encoder_parameters(self) -> dict[str, nn.Parameter]:
+        """Encoder parameters by global name, in config order."""
+        return {
+            global_name: parameter
+            for encoder in self.encoders.encoders().values()
+            for (name, parameter) in encoder.named_parameters()
+            for global_name in [encoder.hf_names()[name]]
+        }
+
+    def engine_states(self) -> list[EngineState]:
+        """What a checkpoint holds: each engine that trains something."""
+        states = []
+        if isinstance(self.llm, OmniPipelineEngine):
+            states.append(
+                EngineState(
+                    "llm", self.llm.optimizer, self.module.global_names(), self.llm.adapter.refresh_weights
+                )
+            )
+        if self.encoders.engine is not None:
+
+            def refresh() -> None:
+                with world_parallel():
+                    self.encoders.adapter.refresh_weights()
+
+            states.append(
+                EngineState("encoders", self.encoders.engine.optimizer, self.encoder_parameters(), refresh)
+            )
+        return states
+
+
+def build_runtime(
+    config: Config,
+    composition: Composition,
+    plan: Plan,
+    groups: ProcessGroups,
+    rank: int,
+    device: torch.device,
+) -> Runtime:
+    """Allocate, load and wrap this rank's modules; collective over the world.
+
+    Raises:
+        UserError: weights are missing, unexpected or mis-shaped; on every rank.
+    """
+    dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    module = OmniPipelineModule(build_llm_layers(composition.llm_config, recompute=recomputes(config)), plan)
+    set_trainable(module, not config.omni.llm.freeze)
+    encoders = {
+        name: build_encoder(
+            name, config.omni.encoders[name], hf_config, plan.llm.hidden, recompute=recomputes(config)
+        )
+        for name, hf_config in composition.encoder_configs.items()
+    }
+    source_dtypes = all_or_error(lambda: _load(config, module, encoders), groups.control)
+    originals = _originals(module, encoders, dtype)
+    llm = _llm_engine(config, module, plan, dtype, device)
+    encoder_engine = _encoder_engine(config, encoders, plan, dtype, device)
+    module.anchor_encoders(encoder_engine)
+    schedules = Schedules(
+        config, [_inner(e) for e in (_optimizer(llm), encoder_engine.engine) if e is not None]
+    )
+    executor = StepExecutor(
+        plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
+    )
+    runtime = Runtime(
+        plan, rank, device, groups, module, llm, encoder_engine, schedules, executor, source_dtypes
+    )
+    _restore_masters(runtime, originals)
+    return runtime
+
+
+def _load(
+    config: Config, module: OmniPipelineModule, encoders: dict[str, nn.Module]
+) -> dict[str, torch.dtype]:
+    seed = config.omni.train.seed
+    dtypes = load_llm(module.local_layers(), config.omni.llm, seed)
+    for name, encoder in encoders.items():
+        dtypes |= load_encoder(encoder, config.omni.encoders[name], seed)
+    return dtypes
+
+
+def _originals(
+    module: OmniPipelineModule, encoders: dict[str, nn.Module], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """fp32 copies of the trainable weights, where training casts them to something smaller."""
+    if dtype == torch.float32:
+        return {}
+    named = dict(module.global_names())
+    for encoder in encoders.values():
+        local = dict(encoder.named_parameters())
+        named |= {global_name: local[name] for name, global_name in encoder.hf_names().items()}
+    return {
+        name: parameter.detach().float().cpu().clone()
+        for name, parameter in named.items()
+        if parameter.requires_grad
+    }
+
+
+@torch.no_grad()
+def _restore_masters(runtime: Runtime, originals: dict[str, Tensor]) -> None:
+    """Give the fp32 masters what was loaded: DeepSpeed makes them from the already rounded weights."""
+    if not originals:
+        return
+    for engine in runtime.engine_states():
+        for fragment in fragments(engine.optimizer, engine.named):
+            piece = originals[fragment.name].view(-1)[fragment.offset : fragment.offset + fragment.length]
+            fragment.tensors[WEIGHT].copy_(piece)
+        engine.refresh()
+
+
+def _llm_engine(
+    config: Config, module: OmniPipelineModule, plan: Plan, dtype: torch.dtype, device: torch.device
+) -> LLMEngine:
+    if config.omni.llm.freeze:
+        return FrozenPipeline(module.to(device, dtype))
+    lr = part_lr(config, config.omni.llm.lr)
+    optimizer = build_optimizer(
+        config, [PartParameters("llm", lr, tuple(module.global_names().values()))], device
+    )
+    return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
+
+
+def _encoder_engine(
+    config: Config, encoders: dict[str, nn.Module], plan: Plan, dtype: torch.dtype, device: torch.device
+) -> EncoderEngine:
+    hidden = plan.llm.hidden
+    zero_stage = config.omni.encoder_parallel.zero_stage
+    trains = {name: any(p.requires_grad for p in encoder.parameters()) for name, encoder in encoders.items()}
+    frozen = {name: encoder for name, encoder in encoders.items() if not trains[name]}
+    trainable = {name: encoder for name, encoder in encoders.items() if trains[name]}
+    frozen_module = RuntimeEncoders(frozen, hidden).to(device, dtype) if frozen else None
+    trainable_module = RuntimeEncoders(trainable, hidden) if trainable else None
+    engine = None
+    if trainable_module is not None:
+        trainable_module.to(device)
+        parts = [part for name in trainable for part in _encoder_parts(config, name, trainable[name])]
+        with world_parallel():
+            engine, *_ = deepspeed.initialize(
+                model=trainable_module,
+                optimizer=build_optimizer(config, parts, device),
+                config=_accumulating_in_fp32(encoder_engine_config(config), zero_stage),
+                dist_init_required=False,
+            )
+    return EncoderEngine(
+        tuple(encoders), trainable_module, frozen_module, engine, hidden, zero_stage, dtype, device
+    )
+
+
+def _encoder_parts(config: Config, name: str, encoder: nn.Module) -> list[PartParameters]:
+    section = config.omni.encoders[name]
+    return [
+        PartParameters(name, part_lr(config, section.lr), tuple(encoder.tower.parameters())),
+        PartParameters(
+            f"{name}.projector", part_lr(config, section.projector.lr), tuple(encoder.projector.parameters())
+        ),
+    ]
+
+
+def _accumulating_in_fp32(engine_config: dict, zero_stage: int) -> dict:
+    """bf16 with ZeRO-2 becomes ZeRO-1.
+
+    Gradients of all windows are reduced once, in ER, so nothing is left that stage 2 could shard earlier; and
+    DeepSpeed accumulates in fp32 only in the optimizer of stage 1.
+    """
+    if zero_stage == 2 and engine_config.get("bf16", {}).get("enabled"):
+        engine_config["zero_optimization"]["stage"] = 1
+    return engine_config
+
+
+def _optimizer(llm: LLMEngine):
+    return llm if isinstance(llm, OmniPipelineEngine) else None
+
+
+def _inner(engine) -> torch.optim.Optimizer:
+    optimizer = engine.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer

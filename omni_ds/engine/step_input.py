@@ -1,0 +1,63 @@
+"""From a loader's batch to what the executor runs: tensors on the device, failed samples without targets."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from data.loader import PackedNumpy, StepBatch
+from models.packed import PackedBatch
+from omni_ds.engine.executor import StepInput
+from omni_ds.plan.batch import MicroBatch
+
+
+def prepare(batch: StepBatch, rank: int, failed_rows: Collection[int], device: torch.device) -> StepInput:
+    """Move one step to the device.
+
+    A sample whose media could not be decoded keeps its tokens and shapes, so that the plan holds; it loses its
+    targets and leaves the target count, so that it changes nothing.
+
+    Args:
+        failed_rows: dataset rows that failed on any rank, agreed on by all.
+    """
+    plan = batch.step_plan
+    replica = plan.replica_of(rank)
+    failed = frozenset(failed_rows)
+    batches = {
+        index: _packed(packed, replica.micro_batches[index], failed).to(device)
+        for index, packed in batch.packed.items()
+    }
+    lost = sum(
+        sample.target_tokens
+        for each in (plan.replicas if failed else ())
+        for micro_batch in each.micro_batches
+        for sample in micro_batch.samples
+        if sample.row in failed
+    )
+    return StepInput(plan=plan, batches=batches, media=batch.media, target_tokens=plan.target_tokens - lost)
+
+
+def _packed(packed: PackedNumpy, micro_batch: MicroBatch, failed: frozenset[int]) -> PackedBatch:
+    tensors = {
+        name: torch.as_tensor(getattr(packed, name))
+        for name in (
+            "input_ids",
+            "position_ids",
+            "cu_seqlens",
+            "target_positions",
+            "target_ids",
+            "sample_of_target",
+            "feature_positions",
+        )
+    }
+    batch = PackedBatch(max_seqlen=micro_batch.max_seqlen, segments=micro_batch.lengths, **tensors)
+    lost = [i for i, sample in enumerate(micro_batch.samples) if sample.row in failed]
+    if not lost:
+        return batch
+    kept = ~torch.isin(batch.sample_of_target, torch.tensor(lost))
+    return replace(
+        batch,
+        target_positions=batch.target_positions[kept],
+        target_ids=batch.target_ids[kept],
+        sample_of_target=batch.sample_of_target[kept],
+    )

@@ -1,0 +1,200 @@
+"""The training loop: agree, run the step, report, evaluate, save."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.loader import StepBatch
+from omni_ds.checkpoint import state
+from omni_ds.checkpoint.layout import write_atomically
+from omni_ds.config import Config
+from omni_ds.engine.evaluate import evaluate, flatten
+from omni_ds.engine.executor import StepResult
+from omni_ds.engine.metrics import Reporter, peak_memory_bytes
+from omni_ds.engine.runtime import Runtime
+from omni_ds.engine.step_input import prepare
+from omni_ds.errors import UserError
+from omni_ds.parallel.agreement import agree_on_step
+from omni_ds.plan.build import StepPlan
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A held-out set: ``batches()`` yields its forward-only steps; ``tasks``: every task name in it."""
+
+    batches: Callable[[], Iterable[StepBatch]]
+    tasks: tuple[str, ...]
+
+
+class Trainer:
+    """Trains one runtime.
+
+    Args:
+        config: resolved configuration.
+        runtime: engines and executor of this rank.
+        evaluation: held-out sets by name.
+        fingerprint: of data, tokenizer and sampling; a checkpoint is resumed only with the same.
+        reporter: metrics of this run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        evaluation: Mapping[str, EvaluationSet],
+        fingerprint: str,
+        reporter: Reporter,
+    ):
+        self._config, self._runtime = config, runtime
+        self._evaluation, self._fingerprint, self._reporter = evaluation, fingerprint, reporter
+        self._output = Path(config.omni.output_dir)
+        self._samples = 0
+        self._failed: Counter[str] = Counter()
+
+    def train(self, batches: Iterable[StepBatch], first_step: int, last_step: int) -> None:
+        """Run steps ``first_step + 1`` to ``last_step``; ``batches`` yields one each.
+
+        Raises:
+            UserError: more media failed than ``omni.data.max_skip_fraction`` allows, or the first with
+                ``on_error: raise``; the output folder cannot be written.
+        """
+        every, save_every = self._config.omni.eval.every, self._config.omni.checkpoint.every
+        iterator = iter(batches)
+        for step in range(first_step + 1, last_step + 1):
+            started = time.perf_counter()
+            batch = next(iterator)
+            waited = time.perf_counter() - started
+            result = self._one_step(batch)
+            self._report(step, batch.step_plan, result, time.perf_counter() - started, waited)
+            if every is not None and step % every == 0 and step < last_step:
+                self.evaluate(step)
+            if save_every is not None and (step % save_every == 0 or step == last_step):
+                self.save(step)
+
+    def _one_step(self, batch: StepBatch) -> StepResult:
+        runtime = self._runtime
+        failed = agree_on_step(
+            batch.step_plan, sorted({row for row, _ in batch.failed}), runtime.groups.control
+        )
+        if failed:
+            self._count_failures(failed, batch)
+        self._samples += batch.step_plan.samples
+        return runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
+
+    def _count_failures(self, failed: tuple[int, ...], batch: StepBatch) -> None:
+        data = self._config.omni.data
+        for row, reason in batch.failed:
+            self._reporter.say(f"row {row}: {reason}; the sample has no targets in this step")
+        self._failed["medium could not be decoded"] += len(failed)
+        total = sum(self._failed.values())
+        if data.on_error == "raise":
+            raise UserError(
+                f"rows {', '.join(map(str, failed))}: media could not be decoded; repair them, or set "
+                "omni.data.on_error to skip"
+            )
+        seen = self._samples + batch.step_plan.samples
+        if seen >= 100 and total > data.max_skip_fraction * seen:
+            raise UserError(
+                f"{total} of {seen} samples had media that could not be decoded, more than "
+                f"omni.data.max_skip_fraction {data.max_skip_fraction}; repair the data or raise the limit"
+            )
+
+    def _report(self, step: int, plan: StepPlan, result: StepResult, seconds: float, waited: float) -> None:
+        row = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": self._runtime.learning_rates(),
+            "samples": plan.samples,
+            "tokens": plan.tokens,
+            "target_tokens": plan.target_tokens,
+            "tokens_per_second": plan.tokens / seconds,
+            "step_seconds": seconds,
+            "data_wait_seconds": waited,
+            "micro_batches": plan.micro_batches,
+            "encoder_imbalance": plan.encoder_imbalance,
+            "llm_imbalance": plan.llm_imbalance,
+            "bubble_fraction": plan.bubble_fraction,
+            "peak_memory_bytes": peak_memory_bytes(self._runtime.device),
+        }
+        if self._failed:
+            row["failed_samples"] = sum(self._failed.values())
+        if result.skipped:
+            row["skipped"] = True
+            self._reporter.say(f"step {step}: the gradient norm is not finite; no weight was changed")
+        self._reporter.step(row)
+
+    def evaluate(self, step: int) -> dict[str, dict]:
+        """Evaluate every set and write ``eval.json`` (and a line of ``eval.jsonl``)."""
+        runtime = self._runtime
+        results: dict[str, dict] = {}
+        for name, held_out in self._evaluation.items():
+            results[name] = evaluate(
+                (self._evaluation_input(batch) for batch in held_out.batches()),
+                held_out.tasks,
+                runtime.executor,
+                runtime.plan,
+                runtime.rank,
+                runtime.groups.control,
+            )
+        if runtime.rank == 0 and results:
+            record = {"step": step, "sets": results}
+            write_atomically(self._output / "eval.json", json.dumps(record, indent=2) + "\n")
+            with open(self._output / "eval.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+        for name, values in flatten(results).items():
+            self._reporter.say(f"step {step}  eval {name}  {values:.4f}")
+        self._reporter.events("eval", flatten(results), step)
+        return results
+
+    def _evaluation_input(self, batch: StepBatch):
+        rows = sorted({row for row, _ in batch.failed})
+        failed = agree_on_step(batch.step_plan, rows, self._runtime.groups.control)
+        return prepare(batch, self._runtime.rank, failed, self._runtime.device)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the state after ``step`` steps."""
+        run_state = {
+            "fingerprint": self._fingerprint,
+            "samples": self._samples,
+            "failed": dict(self._failed),
+            "schedules": self._runtime.schedules.state_dict(),
+        }
+        folder = state.save(
+            self._output / "checkpoints",
+            step,
+            self._runtime.engine_states(),
+            run_state,
+            self._runtime.groups.control,
+            self._config.omni.checkpoint.keep_last,
+        )
+        self._reporter.say(f"step {step}  checkpoint {folder}")
+
+    def resume(self, folder: Path) -> int:
+        """Load a checkpoint; returns the number of steps it had done.
+
+        Raises:
+            UserError: it was written for other data, another batch size or seed, or does not fit the model.
+        """
+        index = state.load(folder, self._runtime.engine_states())
+        run_state = index["run"]
+        if run_state["fingerprint"] != self._fingerprint:
+            raise UserError(
+                f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples after "
+                "it would not be those of an uninterrupted run. Restore them, or start without --resume"
+            )
+        self._samples = run_state["samples"]
+        self._failed.update(run_state["failed"])
+        self._runtime.schedules.load_state_dict(run_state["schedules"])
+        return int(index["step"])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, so that a clock read after it is meaningful."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""The users of ``torch.distributed``: process groups, point-to-point channels, feature reshard, agreement."""
