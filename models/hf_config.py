@@ -45,8 +45,8 @@ def _from_path(part: Any, where: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(part.path, trust_remote_code=part.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{where}.path: no HF config could be read from {part.path}: {_first_line(error)}. Check the name, "
-            "and that the checkpoint is on this machine or that the hub can be reached"
+            f"{where}.path: no HF config could be read from {part.path}: {_first_line(error)}. Check the "
+            f"name, and that the checkpoint is on this machine or that the hub can be reached"
         ) from error
 
 

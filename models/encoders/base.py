@@ -47,6 +47,10 @@ class Encoder(nn.Module):
         """Local parameter name -> global name."""
         return {name: f"encoders.{self.name}.{name}" for name, _ in self.named_parameters()}
 
+    def constants(self) -> dict[str, Tensor]:
+        """Local name -> value of parameters that do not start at random."""
+        return {}
+
     def minimal_values(self, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
         """The smallest legal item, all zero: for a rank without work that has to take part in a
         collective."""

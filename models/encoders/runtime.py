@@ -43,6 +43,20 @@ class RuntimeEncoders(nn.Module):
     def hf_names(self) -> dict[str, str]:
         return {name: name for name, _ in self.named_parameters()}
 
+    def constants(self) -> dict[str, Tensor]:
+        """Local name -> value of parameters that do not start at random."""
+        return {
+            f"encoders.{name}.{local}": value
+            for name, encoder in self.encoders.items()
+            for local, value in encoder.constants().items()
+        }
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return tuple(
+            f"encoders.{name}.{x}" for name, encoder in self.encoders.items() for x in encoder.unused
+        )
+
     def forward(self, batches: Mapping[str, Sequence[Tensor]], minimal: Sequence[str] = ()) -> Tensor:
         """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
         engine.

@@ -50,6 +50,19 @@ class VitEncoder(Encoder):
         )
         self._interpolates_itself = dino
 
+    def constants(self) -> dict[str, Tensor]:
+        scales = {
+            name: torch.full(parameter.shape, self.config.layerscale_value)
+            for name, parameter in self.named_parameters()
+            if name.endswith(".lambda1")
+        }
+        masks = {
+            name: torch.zeros(parameter.shape)
+            for name, parameter in self.named_parameters()
+            if name.endswith(".mask_token")
+        }
+        return scales | masks
+
     @property
     def layers(self) -> nn.ModuleList:
         encoder = self.tower.encoder

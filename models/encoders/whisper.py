@@ -18,6 +18,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as Whisp
 
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder
+from models.init import sinusoids
 from models.masks import bucket_lengths
 from omni_ds.plan.encoder_meta import EncoderMeta
 
@@ -54,6 +55,9 @@ class WhisperEncoder(Encoder):
         super().__init__(meta, WhisperTower(whisper_config(config)), recompute)
         # sinusoids, which HF's class freezes as well
         self.unused = ("tower.embed_positions.weight",)
+
+    def constants(self) -> dict[str, Tensor]:
+        return {"tower.embed_positions.weight": sinusoids(self.meta.positions, self.meta.hidden)}
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         weight = self.tower.conv1.weight

@@ -23,6 +23,8 @@ from omni_ds.plan.encoder_geometry import Geometry, read_geometry
 if TYPE_CHECKING:
     from omni_ds.plan.sample import Item
 
+_MODALITY = {"vit": "image", "whisper": "audio"}
+
 
 @dataclass(frozen=True)
 class EncoderMeta:
@@ -73,7 +75,7 @@ class EncoderMeta:
         keep_prefix = geometry.family == "vit" and encoder.feature_select == "full"
         meta = cls(
             name=name,
-            modality=encoder.modality,
+            modality=encoder.modality or _MODALITY[geometry.family],
             reduction=projector.reduction,
             factor=projector.factor if projector.reduction != "none" else 1,
             projector_hidden=projector.hidden_size or llm_hidden,
@@ -87,7 +89,7 @@ class EncoderMeta:
         return meta
 
     def _check(self, where: str) -> None:
-        expected = {"vit": "image", "whisper": "audio"}[self.family]
+        expected = _MODALITY[self.family]
         if self.modality != expected:
             raise UserError(
                 f'{where}.modality is "{self.modality}", but {self.model_type} encodes {expected}: '

@@ -1,0 +1,88 @@
+"""Tensors of an HF checkpoint by name, read in slices from safetensors; nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from omni_ds.errors import UserError
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class WeightSource:
+    """A checkpoint: a folder, one safetensors file, or a repository of the hub.
+
+    A repository is taken from the hub's cache, or downloaded when it may be (HF_HUB_OFFLINE unset). Raises
+    UserError when there are no safetensors, and naming the file when one is missing or damaged.
+    """
+
+    def __init__(self, path: str, where: str = "path"):
+        self.path, self.where = path, where
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._find()
+
+    def _find(self) -> dict[str, Path]:
+        local = Path(self.path)
+        if local.is_file():
+            return dict.fromkeys(self._handle(local).keys(), local)
+        folder = local if local.is_dir() else self._download()
+        if (folder / INDEX_FILE).is_file():
+            weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+            return {name: folder / file for name, file in weight_map.items()}
+        if (folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._handle(folder / SINGLE_FILE).keys(), folder / SINGLE_FILE)
+        if any((folder / name).exists() for name in _PICKLES):
+            raise UserError(
+                f"{self.where}: {self.path} has pytorch_model.bin only, a pickle, which is not read. "
+                f"Convert it: AutoModel.from_pretrained({self.path!r}).save_pretrained(folder) writes "
+                f"safetensors"
+            )
+        raise UserError(f"{self.where}: {self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _download(self) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            patterns = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+            return Path(snapshot_download(self.path, allow_patterns=patterns))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(
+                f"{self.where}: {self.path} is neither a folder here nor a repository that can be had from "
+                f"the hub or its cache: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.where}: {file} cannot be read ({error}); fetch it again") from error
+        return self._open[file]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors as the checkpoint has them."""
+        return tuple(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
+        """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's "
+        "dtype."""
+        part = self._slice(name)
+        return part[tuple(index)] if index else part[...]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{self.where}: {file} has no tensor {name}, though the index says so") from error

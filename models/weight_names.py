@@ -1,0 +1,99 @@
+"""Names of checkpoint tensors under the names of the HF class they are loaded into, by transformers' own rules.
+
+``transformers.conversion_mapping`` knows how names (and sometimes shapes) changed between releases, and how
+a base model's names differ from those of a model with a head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+# Buffers that older releases saved.
+_OLD_BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor of the model is made: a tensor of the checkpoint as it is, or a conversion of several.
+
+    ``sources``: (checkpoint name, pattern of the converter it matched); ``converter`` None: the one source itself.
+    """
+
+    target: str
+    sources: tuple[tuple[str, str | None], ...]
+    converter: WeightConverter | None = None
+
+    def make(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """Tensors by their full names in the model; a conversion may give several."""
+        if self.converter is None:
+            return {self.target: read(self.sources[0][0])}
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.target, name, pattern, read(name))
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """``recipes`` by model name; ``foreign``: checkpoint name -> the name it would have, absent from the "
+    "model."""
+
+    recipes: Mapping[str, Recipe]
+    foreign: Mapping[str, str]
+
+
+def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ...] = ()) -> NameMap:
+    """Map the names of a checkpoint onto a model (on the meta device; only its names and config are used).
+
+    ``strip``: prefixes under which the model lies in a larger checkpoint, longest first
+    (``model.encoder.`` for Whisper), for what transformers has no rule.
+    """
+    state = model.state_dict()
+    buffers = {name for name, _ in model.named_buffers()}
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    collected: dict[str, list[tuple[str, str | None]]] = {}
+    foreign: dict[str, str] = {}
+    for name in sorted(names):
+        stem = next((name.removeprefix(prefix) for prefix in strip if name.startswith(prefix)), name)
+        renamed, pattern = rename_source_key(stem, renamings, converters, model.base_model_prefix, state)
+        if renamed not in state and stem in state:
+            renamed, pattern = stem, None
+        if renamed in state:
+            collected.setdefault(renamed, []).append((name, pattern))
+        elif renamed not in buffers and not renamed.endswith(_OLD_BUFFERS):
+            foreign[name] = renamed
+    recipes: dict[str, Recipe] = {}
+    for target, sources in collected.items():
+        pattern = sources[0][1]
+        converter = converter_of[pattern] if pattern is not None else None
+        recipe = Recipe(target, tuple(sources), converter)
+        made = [target]
+        if converter is not None:
+            first = converter.target_patterns[0]
+            made = [target.replace(first, other) for other in converter.target_patterns]
+        recipes.update(dict.fromkeys(made, recipe))
+    return NameMap(recipes, foreign)
+
+
+def top_names(model: PreTrainedModel) -> frozenset[str]:
+    """First components of a model's parameter names: what a foreign name must start with to be suspicious."""
+    return frozenset(name.split(".", 1)[0] for name in model.state_dict())
+
+
+def summarise(names: Iterable[Any], limit: int = 20) -> str:
+    """Names for an error message, at most ``limit`` of them."""
+    names = [str(name) for name in names]
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
