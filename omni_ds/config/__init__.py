@@ -15,7 +15,14 @@ from omni_ds.config.omni import (
     TrainConfig,
 )
 from omni_ds.config.optimizer import base_lr, optimizer_spec
-from omni_ds.config.parts import EncoderConfig, ModelConfig, PartConfig, ProcessorConfig, ProjectorConfig
+from omni_ds.config.parts import (
+    EncoderConfig,
+    LLMConfig,
+    ModelConfig,
+    PartConfig,
+    ProcessorConfig,
+    ProjectorConfig,
+)
 from omni_ds.config.resolve import epoch_steps, resolve, total_steps
 from omni_ds.config.root import Config
 from omni_ds.config.scheduler import scheduler_params
@@ -31,6 +38,7 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "ExportConfig",
+    "LLMConfig",
     "ModelConfig",
     "OmniConfig",
     "PartConfig",

@@ -103,7 +103,7 @@ def _section(tree: SchemaTree, node: Node, path: str) -> list[str]:
 
 def _nested(tree: SchemaTree, node: Node, path: str) -> list[tuple[Node, str]]:
     """The object with known keys that a key, each of its entries, or each of its values is."""
-    for branch in tree.branches(node):
+    for branch in tree.containers(node):
         if "properties" in branch:
             return [(branch, path)]
         if branch.get("type") == "array" and tree.keys(branch.get("items", {})):

@@ -94,7 +94,7 @@ def _llm_memory(config: Config) -> Iterator[str]:
     zero, checkpointing = config.zero_optimization, config.activation_checkpointing
     if zero.stage >= 2:
         yield (
-            f"zero_optimization.stage: {zero.stage} is not supported yet for the LLM: it runs in the "
+            f"zero_optimization.stage: {zero.stage} of the LLM is not supported yet: it runs in the "
             f"pipeline engine; use 1 (omni.encoder_parallel.zero_stage may be 1, 2 or 3)"
         )
     for option in ("offload_optimizer", "offload_param"):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from omni_ds.config.deepspeed import REFUSED
-from omni_ds.config.foreign import LATER, translate
+from omni_ds.config.foreign import LATER, VALUES, translate
 from omni_ds.config.nearest import nearest
 from omni_ds.config.tree import Node, Path, SchemaTree, dotted
 
@@ -39,9 +39,19 @@ def _lines(fault: dict[str, Any], tree: SchemaTree) -> list[str]:
         hint = "; auto cannot be worked out here"
     elif path[-1:] == ("path",) or "string" in kind and not isinstance(fault["input"], str | None):
         hint = "; put text in quotes (on a command line: 'key=\"text\"')"
+    if kind == "literal_error" and isinstance(fault["input"], str):
+        hint = _meant(fault["input"], node, tree) or hint
     return [
         f"{dotted(path) or 'the file'}: got {_short(fault['input'])}, expected {tree.accepted(node)}{hint}"
     ]
+
+
+def _meant(value: str, node: Node, tree: SchemaTree) -> str:
+    names = [name for branch in tree.branches(node) for name in branch.get("enum", [])]
+    names = [name for name in names if isinstance(name, str)]
+    translation = VALUES.get(value.lower())
+    near = [translation] if translation in names else nearest(value, names)
+    return f"; did you mean {json.dumps(near[0])}?" if near else ""
 
 
 def unknown_key(path: Path, node: Node, key: str, tree: SchemaTree) -> str:

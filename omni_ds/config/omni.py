@@ -7,7 +7,7 @@ from pydantic import Field
 
 from omni_ds.config.base import Auto, PositiveFloat, PositiveInt, Section
 from omni_ds.config.data import DataConfig, EvalConfig
-from omni_ds.config.parts import EncoderConfig, ModelConfig, PartConfig
+from omni_ds.config.parts import EncoderConfig, LLMConfig, ModelConfig
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(KB|MB|GB|KiB|MiB|GiB)$")
@@ -78,7 +78,7 @@ class OmniConfig(Section):
 
     model: ModelConfig | None = None
     """A whole HF multimodal checkpoint instead of parts."""
-    llm: PartConfig = PartConfig()
+    llm: LLMConfig = LLMConfig()
     """The language model."""
     encoders: dict[str, EncoderConfig] = {}
     """Encoders by name; the name appears in parameter names, logs and `lr/<name>`."""

@@ -21,14 +21,19 @@ class PartConfig(Section):
     """Folder or hub name of an HF checkpoint (safetensors). Either `path` or `config`."""
     config: dict[str, Any] | None = None
     """Inline HF configuration (`model_type`, sizes): fresh weights, seeded by parameter name."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; null: the one in `path`."""
     freeze: bool = False
     """Do not train this part. An encoder's `freeze` does not include its projector."""
     lr: NonNegativeFloat | None = None
     """Learning rate of this part; null: the optimizer's."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+
+
+class LLMConfig(PartConfig):
+    """The language model: an HF decoder."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; null: the one in `path`."""
 
 
 class ProcessorConfig(Section):

@@ -52,6 +52,12 @@ def _model_or_parts(config: Config) -> Iterator[str]:
             )
 
 
+def _tokenizer(config: Config) -> Iterator[str]:
+    llm = config.omni.llm
+    if llm.path is None and llm.config is not None and llm.tokenizer is None:
+        yield "omni.llm.tokenizer: missing; fresh weights have none, give the folder or hub name of one"
+
+
 def _encoders(config: Config) -> Iterator[str]:
     for name, encoder in config.omni.encoders.items():
         key = f"omni.encoders.{name}"
@@ -183,6 +189,7 @@ def _scheduler(config: Config) -> Iterator[str]:
 
 _RULES = (
     _model_or_parts,
+    _tokenizer,
     _encoders,
     _placeholders,
     _something_trains,

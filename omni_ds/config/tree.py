@@ -52,9 +52,14 @@ class SchemaTree:
         """Known keys of an object, empty for anything else."""
         return [key for branch in self.branches(node) for key in branch.get("properties", {})]
 
+    def containers(self, node: Node) -> list[Node]:
+        """The branches, of which only the list where entries may also stand alone."""
+        branches = self.branches(node)
+        return [branch for branch in branches if self.keys(branch.get("items", {}))] or branches
+
     def paths(self, node: Node | None = None, prefix: str = "") -> Iterator[tuple[str, Node]]:
         """All keys with their dotted path; `<name>` stands for any name, `[]` for any index."""
-        for branch in self.branches(self.root if node is None else node):
+        for branch in self.containers(self.root if node is None else node):
             for key, child in branch.get("properties", {}).items():
                 path = f"{prefix}.{key}" if prefix else key
                 yield path, child
@@ -62,7 +67,7 @@ class SchemaTree:
             entry = branch.get("additionalProperties")
             if isinstance(entry, dict):
                 yield from self.paths(entry, f"{prefix}.<name>")
-            if isinstance(branch.get("items"), dict) and "anyOf" not in branch["items"]:
+            if isinstance(branch.get("items"), dict):
                 yield from self.paths(branch["items"], f"{prefix}[]")
 
     def accepted(self, node: Node) -> str:
