@@ -1,8 +1,9 @@
 """Safetensors shards of an HF export, written by several ranks side by side.
 
-Every rank adds the tensors it holds; a shard goes to disk as soon as it is full, so a rank never holds more than
-one shard of copies in memory. The shards lie in a hidden folder beside the target (`staging_folder`) under the
-rank's own tag until rank 0 gives them their final names (`omni_ds.checkpoint.export.finish_export`).
+Every rank adds the tensors it holds; a shard goes to disk as soon as it is full, so a rank never holds more
+than one shard of copies in memory. The shards lie in a hidden folder beside the target (`staging_folder`)
+under the rank's own tag until rank 0 gives them their final names
+(`omni_ds.checkpoint.export.finish_export`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from omni_ds.checkpoint.export_target import check_export_target, staging_folder
 from omni_ds.errors import UserError
 
 Manifest = list[tuple[str, dict[str, int]]]
-"""Per shard: file name in the staging folder and the bytes of each tensor in it. Plain data, fit for gathering."""
+"""Per shard: file name in the staging folder and the bytes of each tensor in it. Plain data, fit for
+gathering."""
 
 _UNITS = {
     "": 1,
@@ -35,7 +37,8 @@ _UNITS = {
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of `5GB` (decimal, as transformers reads it), `5GiB` (binary) or a plain number; UserError otherwise."""
+    """Bytes of `5GB` (decimal, as transformers reads it), `5GiB` (binary) or a plain number; UserError
+    otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UserError(
@@ -51,7 +54,8 @@ class ShardWriter:
         out_dir: the export folder to be. It must be absent, empty or an earlier export (UserError otherwise).
         rank_tag: file prefix, different on each writing rank, e.g. `rank00003`.
         max_shard_size: see `parse_size`. One tensor larger than it gets a shard of its own.
-        dtype_of: dtype to store a floating point tensor in, by its name; integer tensors are stored as they are.
+        dtype_of: dtype to store a floating point tensor in, by its name; integer tensors are stored as they
+            are.
     """
 
     def __init__(
@@ -114,8 +118,9 @@ def place_shards(folder: Path, manifests: Sequence[Manifest], rename: Callable[[
     """Gives the shards in `folder` their final names and writes the index. Returns the files it made.
 
     One shard becomes `model.safetensors`; more become `model-0000i-of-0000N.safetensors` in the order of the
-    manifests, with `model.safetensors.index.json`. `rename` maps the names the tensors were added under to those of
-    the exported class; a shard none of whose names change is moved, any other one is copied under a new header.
+    manifests, with `model.safetensors.index.json`. `rename` maps the names the tensors were added under to
+    those of the exported class; a shard none of whose names change is moved, any other one is copied under a
+    new header.
     """
     shards = [shard for manifest in manifests for shard in manifest]
     weight_map: dict[str, str] = {}
@@ -148,7 +153,8 @@ def _copy_renamed(source: Path, target: Path, names: Mapping[str, str]) -> None:
     """Copies a safetensors file with other tensor names; the data behind the header is copied as it is.
 
     The format: 8 bytes little-endian header length, JSON header whose offsets count from its end, data
-    (https://github.com/huggingface/safetensors#format). The header is padded with spaces to keep the data aligned.
+    (https://github.com/huggingface/safetensors#format). The header is padded with spaces to keep the data
+        aligned.
     """
     with open(source, "rb") as reader, open(target, "wb") as writer:
         header = json.loads(reader.read(int.from_bytes(reader.read(8), "little")))

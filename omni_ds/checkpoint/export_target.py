@@ -1,8 +1,8 @@
 """The folder of an HF export: may it be written, and how it appears all at once.
 
-An export is built in a hidden folder beside its target and renamed when it is complete, so the target never holds
-half a model. What an export wrote is listed in `omni_export.json` inside it; only a folder whose every file is in
-that list is replaced.
+An export is built in a hidden folder beside its target and renamed when it is complete, so the target never
+holds half a model. What an export wrote is listed in `omni_export.json` inside it; only a folder whose every
+file is in that list is replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from omni_ds.errors import UserError
@@ -24,7 +25,8 @@ def staging_folder(out_dir: str | Path) -> Path:
 
 
 def check_export_target(out_dir: str | Path) -> None:
-    """UserError unless `out_dir` is absent, empty, or holds nothing but an earlier export, and can be written."""
+    """UserError unless `out_dir` is absent, empty, or holds nothing but an earlier export, and can be
+    written."""
     target = _resolve(out_dir)
     try:
         if target.exists() and not target.is_dir():
@@ -34,8 +36,8 @@ def check_export_target(out_dir: str | Path) -> None:
         raise UserError(f"export to {out_dir}: {error.strerror or error}; name another folder") from error
     if foreign:
         raise UserError(
-            f"export to {out_dir}: the folder holds {len(foreign)} file(s) that no earlier export wrote "
-            f"({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); empty it or name another folder"
+            f"export to {out_dir}: the folder holds {len(foreign)} file(s) that no earlier export "
+            f"wrote ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); empty it or name another folder"
         )
     existing = target.parent
     while not existing.exists() and existing != existing.parent:
@@ -46,18 +48,25 @@ def check_export_target(out_dir: str | Path) -> None:
         )
 
 
-def publish(out_dir: str | Path, files: list[str]) -> None:
-    """Writes the marker and puts the staging folder, which then holds exactly `files`, in the place of `out_dir`.
+def clear_leftovers(out_dir: str | Path, keep: Collection[str]) -> None:
+    """Removes what a killed export left in the staging folder: everything but the files named in `keep`."""
+    staging = staging_folder(out_dir)
+    for path in staging.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
 
-    Anything else in the staging folder (shards of a run that was killed) is removed. An earlier export is moved
-    aside first and deleted after the new one stands.
+
+def publish(out_dir: str | Path) -> None:
+    """Writes the marker and puts the staging folder in the place of `out_dir`.
+
+    An earlier export is moved aside first and deleted after the new one stands.
     """
     check_export_target(out_dir)
     target, staging = _resolve(out_dir), staging_folder(out_dir)
-    (staging / MARKER).write_text(json.dumps({"format": 1, "files": sorted(files)}, indent=2) + "\n")
-    for path in staging.rglob("*"):
-        if path.is_file() and path.relative_to(staging).as_posix() not in {*files, MARKER}:
-            path.unlink()
+    files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+    (staging / MARKER).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
     replaced = target.parent / f".{target.name}.export-replaced"
     shutil.rmtree(replaced, ignore_errors=True)
     if target.is_dir():

@@ -7,7 +7,13 @@ import torch
 from safetensors import safe_open
 
 from omni_ds.checkpoint.export_shards import ShardWriter, parse_size, place_shards
-from omni_ds.checkpoint.export_target import MARKER, check_export_target, publish, staging_folder
+from omni_ds.checkpoint.export_target import (
+    MARKER,
+    check_export_target,
+    clear_leftovers,
+    publish,
+    staging_folder,
+)
 from omni_ds.errors import UserError
 
 
@@ -115,9 +121,10 @@ def staged(out_dir, names):
 def test_an_earlier_export_is_replaced_whole_and_leftovers_go(tmp_path):
     out_dir = tmp_path / "deep" / "out"
     staged(out_dir, ["a", "b"])
-    publish(out_dir, ["a", "b"])
+    publish(out_dir)
     staged(out_dir, ["b", "c", "shard of a killed run"])
-    publish(out_dir, ["b", "c"])
+    clear_leftovers(out_dir, keep={"b", "c"})
+    publish(out_dir)
     assert sorted(path.name for path in out_dir.iterdir()) == sorted(["b", "c", MARKER])
     assert [path.name for path in out_dir.parent.iterdir()] == ["out"]
 
@@ -128,7 +135,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
         ShardWriter(tmp_path, "r", "1GB", fp32)
     out_dir = tmp_path / "out"
     staged(out_dir, ["a"])
-    publish(out_dir, ["a"])
+    publish(out_dir)
     (out_dir / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"notes\.txt"):
         check_export_target(out_dir)
@@ -139,7 +146,7 @@ def test_an_empty_folder_is_used(tmp_path):
     out_dir = tmp_path / "out"
     out_dir.mkdir()
     staged(out_dir, ["a"])
-    publish(out_dir, ["a"])
+    publish(out_dir)
     assert (out_dir / "a").read_text() == "a"
 
 

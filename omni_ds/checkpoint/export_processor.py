@@ -1,0 +1,97 @@
+"""Tokenizer, chat template and media processors of an export, as AutoTokenizer and AutoProcessor find
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import LlavaProcessor
+
+from omni_ds.checkpoint.export_config import AUTO_MAP, Layout
+from omni_ds.checkpoint.export_template import export_template
+from omni_ds.checkpoint.hf_code.processing_omni import OmniProcessor
+from omni_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from omni_ds.checkpoint.export import ExportParts
+
+
+def save_processor(folder: Path, layout: Layout, parts: ExportParts) -> None:
+    """Writes tokenizer files, chat_template.jinja and, with encoders, processor_config.json into `folder`."""
+    encoders = parts.config.omni.encoders
+    tokens = {
+        encoder.modality: parts.tokenizer.convert_ids_to_tokens(parts.placeholders[name])
+        for name, encoder in encoders.items()
+    }
+    source = parts.chat_template or parts.tokenizer.chat_template
+    template = source and export_template(source, tokens, parts.config.omni.data.chat_template_kwargs)
+    if layout.kind == "text":
+        parts.tokenizer.save_pretrained(folder)
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+        return
+    processors = {
+        encoder.modality: media_processor(parts.processors, name) for name, encoder in encoders.items()
+    }
+    if layout.kind == "llava":
+        processor = _llava_processor(layout, parts, processors["image"], tokens["image"], template)
+    else:
+        by_modality = {spec["modality"]: spec for spec in layout.config.encoders.values()}
+        described = {modality: _describe(spec, tokens[modality]) for modality, spec in by_modality.items()}
+        processor = OmniProcessor(
+            processors.get("image"), processors.get("audio"), parts.tokenizer, described, template
+        )
+        processor.auto_map = {"AutoProcessor": AUTO_MAP["AutoProcessor"]}
+    processor.save_pretrained(folder)
+
+
+def media_processor(processors: Mapping[str, Any], name: str) -> Any:
+    """HF image processor or feature extractor of an encoder; a `Preprocess` that holds one in `.processor`
+    will do.
+
+    UserError when its class is not part of transformers: the export could not name it.
+    """
+    processor = getattr(processors[name], "processor", processors[name])
+    if not type(processor).__module__.startswith("transformers."):
+        raise UserError(
+            f"omni.encoders.{name}: its processor {type(processor).__name__} comes with the checkpoint's own "
+            "code, which an export does not hold; use a checkpoint whose processor is part of transformers"
+        )
+    return processor
+
+
+def _describe(spec: Mapping[str, Any], token: str) -> dict[str, Any]:
+    """Entry of `OmniProcessor`'s `encoders`."""
+    tower, projector = spec["tower"], spec["projector"]
+    if spec["modality"] == "audio":
+        return {
+            "token": token,
+            "window": 2 * tower["max_source_positions"],
+            "factor": projector["factor"],
+            "pad_to_window": spec["pad_to_window"],
+        }
+    registers = tower["num_register_tokens"] if tower["model_type"] == "dinov2_with_registers" else 0
+    return {
+        "token": token,
+        "patch_size": tower["patch_size"],
+        "reduction": projector["reduction"],
+        "factor": projector["factor"],
+        "prefix": 1 + registers if spec["keep_prefix"] else 0,
+    }
+
+
+def _llava_processor(
+    layout: Layout, parts: ExportParts, image_processor: Any, token: str, template: str | None
+) -> LlavaProcessor:
+    vision = layout.config.vision_config
+    return LlavaProcessor(
+        image_processor,
+        parts.tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy=layout.config.vision_feature_select_strategy,
+        image_token=token,
+        num_additional_image_tokens=1 if vision.model_type == "clip_vision_model" else 0,
+        chat_template=template,
+    )
