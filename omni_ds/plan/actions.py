@@ -24,7 +24,7 @@ class Kind(Enum):
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741  the field's name for the input half of a backward
+    I = "I"  # noqa: E741
     W = "W"
     EF = "EF"
     EB = "EB"
@@ -61,8 +61,8 @@ _PATTERN = re.compile(r"([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:[<>](\d+))?")
 
 
 class Action(NamedTuple):
-    """index: micro-batch (F B I W, SEND/RECV_F, SEND/RECV_B) or window (EF EB, SEND/RECV_X, SEND/RECV_G), None for
-    collectives of the whole step. peer: global rank at the other end of a message."""
+    """index: micro-batch (F B I W, SEND/RECV_F, SEND/RECV_B) or window (EF EB, SEND/RECV_X, SEND/RECV_G),
+    None for collectives of the whole step. peer: global rank at the other end of a message."""
 
     kind: Kind
     index: int | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from omni_ds.errors import UserError
+from omni_ds.plan.partition import deal
 from omni_ds.plan.sample import SampleMeta
 
 
@@ -36,3 +40,88 @@ class MicroBatch:
     @cached_property
     def max_seqlen(self) -> int:
         return max(self.lengths, default=0)
+
+
+def assign(
+    samples: Sequence[SampleMeta],
+    replicas: int,
+    budget: int,
+    micro_batches: int | None,
+    fill: int,
+    cost: Callable[[SampleMeta], int],
+    media_cost: Callable[[SampleMeta], int] = lambda sample: 0,
+    *,
+    balance: bool = True,
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of each replica; the same number M on all, some possibly empty.
+
+    M is `micro_batches` if given, otherwise the smallest that fits `budget` tokens a micro-batch and is at
+    least `fill` (as far as there are samples). balance: bins of even `cost` from all samples; otherwise
+    samples keep their order. Every sample fits the budget (checked when the data were indexed).
+
+    Raises UserError when `micro_batches` is given and no packing into that many was found.
+    """
+    lists = _as_given if not balance else _balanced
+    samples = tuple(samples)
+    costs, tokens = [cost(s) for s in samples], [s.tokens for s in samples]
+    media = [media_cost(s) for s in samples]
+    if micro_batches is not None:
+        found = lists(costs, media, tokens, replicas, micro_batches, budget)
+        if found is None:
+            raise UserError(
+                f"gradient_accumulation_steps {micro_batches}: {len(samples)} samples with {sum(tokens)} tokens "
+                f"do not fit {replicas} x {micro_batches} micro-batches of max_tokens_per_micro_batch {budget}; "
+                "raise either of the two, or leave gradient_accumulation_steps out"
+            )
+    else:
+        count = max(1, min(fill, -(-len(samples) // replicas)), -(-sum(tokens) // (budget * replicas)))
+        while (found := lists(costs, media, tokens, replicas, count, budget)) is None:
+            assert count <= len(samples), "a sample is longer than the token budget"
+            count += 1
+    return tuple(
+        tuple(MicroBatch(m, tuple(samples[i] for i in members)) for m, members in enumerate(bins))
+        for bins in found
+    )
+
+
+def _balanced(
+    costs: Sequence[int], media: Sequence[int], tokens: Sequence[int], replicas: int, count: int, budget: int
+) -> list[list[tuple[int, ...]]] | None:
+    bins = deal(costs, tokens, replicas * count, budget)
+    if bins is None:
+        return None
+    # Replicas take `count` bins each, heaviest first to the least loaded: encoder work counts here too.
+    weights = [sum(costs[i] + media[i] for i in bin_) for bin_ in bins]
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(replicas)]
+    open_rows = [(0, r) for r in range(replicas)]
+    for b in sorted(range(len(bins)), key=lambda b: (-weights[b], b)):
+        load, r = heapq.heappop(open_rows)
+        rows[r].append(bins[b])
+        if len(rows[r]) < count:
+            heapq.heappush(open_rows, (load + weights[b], r))
+    return [_order(row, costs, media) for row in rows]
+
+
+def _order(row: list[tuple[int, ...]], costs: Sequence[int], media: Sequence[int]) -> list[tuple[int, ...]]:
+    """Least encoder work at both ends of the step: the first forward and the last backward wait for it."""
+    ranked = sorted(row, key=lambda b: (sum(media[i] for i in b), -sum(costs[i] for i in b), b))
+    return ranked[0::2] + ranked[1::2][::-1]
+
+
+def _as_given(
+    costs: Sequence[int], media: Sequence[int], tokens: Sequence[int], replicas: int, count: int, budget: int
+) -> list[list[tuple[int, ...]]] | None:
+    """Consecutive samples to each replica, and consecutive runs of them to its micro-batches."""
+    rows, total = [], len(costs)
+    for r in range(replicas):
+        mine = range(r * total // replicas, (r + 1) * total // replicas)
+        bins: list[list[int]] = [[]]
+        most = -(-len(mine) // count)
+        for i in mine:
+            if len(bins[-1]) >= most or sum(tokens[j] for j in bins[-1]) + tokens[i] > budget:
+                bins.append([])
+            bins[-1].append(i)
+        if len(bins) > count:
+            return None
+        rows.append([tuple(b) for b in bins] + [()] * (count - len(bins)))
+    return rows

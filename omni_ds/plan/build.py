@@ -1,76 +1,54 @@
-"""config -> Plan (once) -> StepPlan (each step): the types, and the functions that make them."""
+"""config -> Plan (once) -> StepPlan (each step): the two functions, and the types they make."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from omni_ds.plan.actions import Action
-from omni_ds.plan.batch import MicroBatch
+from omni_ds.errors import UserError
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.mesh import Mesh
-from omni_ds.plan.reshard import Transfer, Window
+from omni_ds.plan.partition import cut_stages
+from omni_ds.plan.plan import Plan, PlanOptions, ReplicaPlan, StepPlan
+from omni_ds.plan.step import build_step
+
+__all__ = ["Plan", "PlanOptions", "ReplicaPlan", "StepPlan", "build_plan", "build_step", "stage_ranges"]
+
+PLACEMENTS = ("colocated", "first_stage")
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What the config says about the plan.
+def build_plan(llm: LLMMeta, encoders: tuple[EncoderMeta, ...], mesh: Mesh, options: PlanOptions) -> Plan:
+    """The static plan: layers cut into stages by cost, embedding and head counted.
 
-    placement: "colocated" (encoders on every rank) or "first_stage". encoder_zero_stage: 1, 2 or 3.
-    balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed number, or
-    None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM layers recompute
-    their forward in the backward. encoder_recompute: so do encoders.
+    UserError: more stages than layers, an unknown placement or stage, or nothing to train.
     """
-
-    placement: str = "colocated"
-    encoder_zero_stage: int = 2
-    balance_mode: str = "auto"
-    max_tokens_per_micro_batch: int = 8192
-    micro_batches: int | None = None
-    recompute: bool = False
-    encoder_recompute: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """stages: decoder-layer ranges [start, stop) by pipeline stage; stage 0 also holds the embedding, the last
-    one final norm and head."""
-
-    mesh: Mesh
-    llm: object
-    encoders: tuple[EncoderMeta, ...]
-    options: PlanOptions
-    stages: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """One DP replica's step; actions: global rank -> its actions in order."""
-
-    micro_batches: tuple[MicroBatch, ...]
-    windows: tuple[Window, ...]
-    transfers: tuple[Transfer, ...]
-    actions: dict[int, tuple[Action, ...]]
+    for axis in ("sequence", "tensor"):
+        if getattr(mesh, axis) > 1:
+            raise UserError(
+                f"mesh: {axis} parallelism (degree {getattr(mesh, axis)}) is not there yet; use 1"
+            )
+    if options.placement not in PLACEMENTS:
+        raise UserError(
+            f"omni.encoder_parallel.placement {options.placement!r}: use one of {', '.join(PLACEMENTS)}"
+        )
+    if options.encoder_zero_stage not in (1, 2, 3):
+        raise UserError(f"omni.encoder_parallel.zero_stage {options.encoder_zero_stage}: use 1, 2 or 3")
+    if mesh.pipe > llm.layers:
+        raise UserError(
+            f"pipeline.stages {mesh.pipe}: the LLM has {llm.layers} decoder layers and every stage needs "
+            f"one; use at most {llm.layers}"
+        )
+    if not llm.trainable and not any(meta.trainable for meta in encoders):
+        raise UserError("nothing to train: the LLM and every encoder and projector are frozen; unfreeze one")
+    return Plan(mesh, llm, tuple(encoders), options, stage_ranges(llm, mesh.pipe, options))
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One global batch. replicas: by data index. hash: 63 bits, equal on ranks that computed the same plan."""
+def stage_ranges(llm: LLMMeta, stages: int, options: PlanOptions) -> tuple[tuple[int, int], ...]:
+    """Layer ranges that minimise the dearest stage on a full micro-batch of documents of 1/8 of the budget.
 
-    mesh: Mesh
-    step: int
-    replicas: tuple[ReplicaPlan, ...]
-    micro_batches: int
-    samples: int
-    tokens: int
-    target_tokens: int
-    forward_only: bool
-    hash: int
-    encoder_imbalance: float
-    llm_imbalance: float
-    bubble_fraction: float
-
-    def replica_of(self, rank: int) -> ReplicaPlan:
-        return self.replicas[self.mesh.coords(rank).data]
-
-    def actions(self, rank: int) -> tuple[Action, ...]:
-        return self.replica_of(rank).actions[rank]
+    Half of the tokens count as targets: data decide the true share, and the head costs nothing for the
+    others. The embedding is a look-up without FLOPs, but its gradient is as wide as the hidden states of a
+    layer: it counts as an eighth of a layer so that equal stages leave the first one the smaller part.
+    """
+    budget = max(8, options.max_tokens_per_micro_batch)
+    layer = llm.layer_flops((budget // 8,) * 8) * (2 + llm.trainable + options.recompute)
+    head = llm.head_flops(budget // 2) * (2 + llm.trainable)
+    return cut_stages(layer, llm.layers, layer // 8, head, stages)

@@ -34,11 +34,14 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) < 1:
-                raise UserError(f"mesh: degree of axis {axis} is {getattr(self, axis)}; it must be at least 1")
+                raise UserError(
+                    f"mesh: degree of axis {axis} is {getattr(self, axis)}; it must be at least 1"
+                )
 
     @classmethod
     def from_world(cls, world_size: int, pipe: int, sequence: int = 1, tensor: int = 1) -> Mesh:
-        """The mesh whose data degree is what the other three leave of the world; UserError when they leave none."""
+        """The mesh whose data degree is what the other three leave of the world; UserError when they leave
+        none."""
         used = pipe * sequence * tensor
         if used < 1 or world_size % used:
             raise UserError(
@@ -86,7 +89,8 @@ class Mesh:
         names = [other for other in AXES if other != axis]
         return tuple(
             tuple(
-                self.rank(**dict(zip(names, index, strict=True)), **{axis: i}) for i in range(getattr(self, axis))
+                self.rank(**dict(zip(names, index, strict=True)), **{axis: i})
+                for i in range(getattr(self, axis))
             )
             for index in product(*others)
         )

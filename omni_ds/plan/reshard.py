@@ -1,8 +1,9 @@
 """Feature reshard: which rank encodes what, and where its feature rows go.
 
-The output of a window on a rank is one tensor [rows, hidden]: its items grouped by encoder in config order, then
-by (micro-batch, position, ordinal). A Transfer moves rows of that tensor to packed token positions of the
-micro-batches of the window on a stage-0 rank; `transposed()` is its adjoint, which moves their gradients back.
+The output of a window on a rank is one tensor [rows, hidden]: its items grouped by encoder in config order,
+then by (micro-batch, position, ordinal). A Transfer moves rows of that tensor to packed token positions of
+the micro-batches of the window on a stage-0 rank; `transposed()` is its adjoint, which moves their
+gradients back.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Window:
 
     passes: encoders that every rank must run (at least once) in this window even when its share holds none of
     their items; the executor then runs a minimal pass with zero gradient. Under encoder ZeRO-3 these are all
-    encoders with items in this window anywhere in the world, in config order: every pass is a world collective.
+    encoders with items in this window anywhere in the world, in config order: every pass is a world
+    collective.
     """
 
     index: int
@@ -62,8 +64,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [source_start, + rows) of the source's window output <-> packed token positions [destination_start,
-    + rows) of a micro-batch."""
+    """Rows [source_start, + rows) of the source's window output <-> packed token positions
+    [destination_start, + rows) of a micro-batch."""
 
     micro_batch: int
     source_start: int
@@ -106,7 +108,9 @@ class Transfer:
 def order_share(items: Sequence[PlacedItem], encoder_order: dict[str, int]) -> tuple[PlacedItem, ...]:
     """Items in the order of the output rows: encoder (config order), micro-batch, position, ordinal."""
     return tuple(
-        sorted(items, key=lambda p: (encoder_order[p.item.encoder], p.micro_batch, p.position, p.item.ordinal))
+        sorted(
+            items, key=lambda p: (encoder_order[p.item.encoder], p.micro_batch, p.position, p.item.ordinal)
+        )
     )
 
 

@@ -1,0 +1,83 @@
+"""Integer costs (FLOPs) of a replica's step: what assignments, windows and schedules are decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from omni_ds.plan.base import LLMWork
+from omni_ds.plan.batch import MicroBatch
+from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.sample import Item
+
+
+@lru_cache(maxsize=1 << 16)
+def _item_flops(meta: EncoderMeta, segments: tuple[int, ...], rows: int) -> tuple[int, int]:
+    return meta.forward_flops(segments, rows), meta.backward_flops(segments, rows)
+
+
+class EncoderCost:
+    """Forward and backward FLOPs of items; the backward of recomputed encoders repeats the forward."""
+
+    def __init__(self, encoders: Sequence[EncoderMeta], recompute: bool = False):
+        self.metas = {meta.name: meta for meta in encoders}
+        self.recompute = recompute
+        self.known: dict[tuple[str, tuple[int, ...], int], tuple[int, int]] = {}
+
+    def both(self, item: Item) -> tuple[int, int]:
+        key = (item.encoder, item.segments, item.rows)
+        found = self.known.get(key)
+        if found is None:
+            forward, backward = _item_flops(self.metas[item.encoder], item.segments, item.rows)
+            if self.recompute and self.metas[item.encoder].tower_trainable:
+                backward += forward
+            found = self.known[key] = (forward, backward)
+        return found
+
+    def total(self, item: Item) -> int:
+        return sum(self.both(item))
+
+
+def backward_factor(llm: LLMMeta, recompute: bool) -> int:
+    """Backward FLOPs of a layer in units of its forward: input gradients, weight gradients, recomputation."""
+    return 1 + llm.trainable + recompute
+
+
+def llm_work(
+    llm: LLMMeta,
+    stages: Sequence[tuple[int, int]],
+    micro_batches: Sequence[MicroBatch],
+    *,
+    recompute: bool,
+    forward_only: bool,
+) -> LLMWork:
+    """Costs of every stage and micro-batch; the head counts on the last stage. An embedding look-up costs
+    nothing."""
+    layer = [llm.layer_flops(mb.lengths) if mb.samples else 0 for mb in micro_batches]
+    head = [llm.head_flops(mb.target_tokens) for mb in micro_batches]
+    forward, backward = [], []
+    for s, (start, stop) in enumerate(stages):
+        last = s == len(stages) - 1
+        body = [(stop - start) * cost for cost in layer]
+        top = head if last else [0] * len(head)
+        forward.append(tuple(b + t for b, t in zip(body, top, strict=True)))
+        factor = backward_factor(llm, recompute)
+        backward.append(tuple(factor * b + (1 + llm.trainable) * t for b, t in zip(body, top, strict=True)))
+    return LLMWork(tuple(forward), None if forward_only else tuple(backward))
+
+
+def mean_work(works: Sequence[LLMWork]) -> LLMWork:
+    """The average over replicas: they run one common program."""
+    if len(works) == 1:
+        return works[0]
+    count = len(works)
+
+    def mean(tables: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sum(cells) // count for cells in zip(*rows, strict=True))
+            for rows in zip(*tables, strict=True)
+        )
+
+    backward = None if works[0].backward is None else mean([w.backward for w in works])
+    return LLMWork(mean([w.forward for w in works]), backward)

@@ -1,0 +1,147 @@
+"""What is planned: Plan (once for a run) and StepPlan (one global batch), as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from omni_ds.plan.actions import Action
+from omni_ds.plan.batch import MicroBatch
+from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.fill import Schedule
+from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
+from omni_ds.plan.mesh import Mesh
+from omni_ds.plan.reshard import Transfer, Window
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the config says about the plan.
+
+    placement: "colocated" (encoders on every rank) or "first_stage". encoder_zero_stage: 1, 2 or 3.
+    balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed
+    number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
+    layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
+    how many micro-batches' worth of encoder activations a rank may hold on average; None: as many as
+    stages, which is what stage 0 holds when encoders run there ("first_stage").
+    """
+
+    placement: str = "colocated"
+    encoder_zero_stage: int = 2
+    balance_mode: str = "auto"
+    max_tokens_per_micro_batch: int = 8192
+    micro_batches: int | None = None
+    recompute: bool = False
+    encoder_recompute: bool = False
+    live_micro_batches: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """stages: decoder-layer ranges [start, stop) by pipeline stage; stage 0 also holds the embedding, the
+    last one final norm and head."""
+
+    mesh: Mesh
+    llm: LLMMeta
+    encoders: tuple[EncoderMeta, ...]
+    options: PlanOptions
+    stages: tuple[tuple[int, int], ...]
+
+    @property
+    def encoders_trainable(self) -> bool:
+        return any(meta.trainable for meta in self.encoders)
+
+    @property
+    def gathers_encoders(self) -> bool:
+        """Encoder passes are collectives of the world (ZeRO-3 shards the parameters); frozen encoders are
+        plain."""
+        return self.options.encoder_zero_stage == 3 and self.encoders_trainable
+
+    @property
+    def encoder_order(self) -> dict[str, int]:
+        return {meta.name: i for i, meta in enumerate(self.encoders)}
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """One DP replica's step. ranks: its encoder group, by stage. schedule: compute actions by stage.
+
+    live: bound on encoder windows alive on a rank. actions: global rank -> its lowered actions, made when
+    asked for (a process needs its own rank's).
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    windows: tuple[Window, ...]
+    transfers: tuple[Transfer, ...]
+    ranks: tuple[int, ...]
+    schedule: Schedule
+    live: int
+    forward_only: bool
+    tied: bool
+    llm_trainable: bool
+    encoders_trainable: bool
+    _lowered: dict[int, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def _routes(self) -> Routes:
+        return Routes.of(self.windows, self.transfers)
+
+    @property
+    def actions(self) -> dict[int, tuple[Action, ...]]:
+        """All ranks of the replica, lowered."""
+        return {rank: self.rank_actions(rank) for rank in self.ranks}
+
+    def rank_actions(self, rank: int) -> tuple[Action, ...]:
+        if rank not in self._lowered:
+            self._lowered[rank] = self._lower(rank)
+        return self._lowered[rank]
+
+    def _lower(self, rank: int) -> tuple[Action, ...]:
+        lanes = len(self.ranks) // len(self.schedule.stages)
+        stage, lane = divmod(self.ranks.index(rank), lanes)
+        last = len(self.schedule.stages) - 1
+        neighbours = Neighbours(
+            self.ranks[(stage - 1) * lanes + lane] if stage else None,
+            self.ranks[(stage + 1) * lanes + lane] if stage < last else None,
+        )
+        gradients = self.encoders_trainable and not self.forward_only
+        actions = add_messages(
+            self.schedule.stages[stage], rank, neighbours, self._routes, gradients=gradients
+        )
+        if self.forward_only:
+            return actions
+        return add_step_end(
+            actions,
+            tied=self.tied and last > 0 and stage in (0, last),
+            llm_trainable=self.llm_trainable,
+            encoders_trainable=self.encoders_trainable,
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One global batch. replicas: by data index. hash: 63 bits, equal on ranks that computed the same plan.
+
+    encoder_imbalance: most loaded rank over mean, within the dearest replica's encoder work; llm_imbalance:
+    dearest replica over mean. bubble_fraction: idle share of the simulated step.
+    """
+
+    mesh: Mesh
+    step: int
+    replicas: tuple[ReplicaPlan, ...]
+    micro_batches: int
+    samples: int
+    tokens: int
+    target_tokens: int
+    forward_only: bool
+    hash: int
+    encoder_imbalance: float
+    llm_imbalance: float
+    bubble_fraction: float
+
+    def replica_of(self, rank: int) -> ReplicaPlan:
+        return self.replicas[self.mesh.coords(rank).data]
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        return self.replica_of(rank).rank_actions(rank)
