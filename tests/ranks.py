@@ -57,7 +57,7 @@ def _fork(function, args, rank: int, world: int, port: int, folder: Path, timeou
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
             OMP_NUM_THREADS="1",
-            OMNI_DS_TIMEOUT_MINUTES=str(timeout / 60),
+            OMNI_DS_TIMEOUT_MINUTES=str(timeout / 60 + 1),  # the hang is reported here, not by gloo,
         )
         stack = open(folder / f"{rank}.stack", "w")  # noqa: SIM115  faulthandler keeps it
         faulthandler.dump_traceback_later(timeout, file=stack)

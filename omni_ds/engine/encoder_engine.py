@@ -75,6 +75,7 @@ class EncoderEngine:
         self._dtype, self._device = dtype, device
         self._live: dict[int, _LiveWindow] = {}
         self._accumulation: ExitStack | None = None
+        self._remaining: list[int] = []
         self.adapter: OptimizerAdapter | None = None
         if engine is not None:
             self.adapter = adapt(engine.optimizer)
@@ -176,20 +177,15 @@ class EncoderEngine:
         self._begin_accumulation()
         with world_parallel():
             self.engine.optimizer.clear_backward_seen_flag()
-            self.engine.set_gradient_accumulation_boundary(self._zero_stage == 3 and self._last_pass)
+            # ZeRO-3 reduces in every pass and must know the last one; stages 1 and 2 reduce in ER.
+            self.engine.set_gradient_accumulation_boundary(self._remaining == [window])
             live.trainable_output.backward(gradient.index_select(0, live.trainable_rows))
+        if window in self._remaining:
+            self._remaining.remove(window)
 
     def begin_step(self, backward_windows: Sequence[int]) -> None:
-        """Announce the windows that will run EB in this step, in order."""
+        """Announce the windows whose EB will run planned passes on every rank, in order."""
         self._remaining = list(backward_windows)
-
-    @property
-    def _last_pass(self) -> bool:
-        return len(self._remaining) <= 1
-
-    def finish_window(self, window: int) -> None:
-        """Called after EB of ``window``, whether or not this rank had work in it."""
-        self._remaining.remove(window)
 
     def _coalesces(self) -> bool:
         return self._zero_stage in (1, 2) and not isinstance(self.engine.optimizer, BF16_Optimizer)

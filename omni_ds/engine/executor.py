@@ -142,7 +142,8 @@ class StepExecutor:
         self._result = StepResult(loss=0.0)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
-        self._encoders.begin_step([a.index for a in actions if a.kind is Kind.EB])
+        backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
+        self._encoders.begin_step([window.index for window in backward if window.passes])
         self._encoders.train(self._train)
         self._llm.train(self._train)
         with torch.set_grad_enabled(self._train):
@@ -230,7 +231,6 @@ class StepExecutor:
         gradient = self._reshard.gradient_of(action.index, output.shape[0])
         scale = self._plan.mesh.world_size / self._plan.mesh.data_degree
         self._encoders.backward(action.index, gradient * scale)
-        self._encoders.finish_window(action.index)
 
     def _norm(self, _: Action) -> None:
         squared = self._llm.squared_norm() + self._encoders.squared_norm()

@@ -62,7 +62,7 @@ class OmniPipelineEngine(PipelineEngine):
     def _run_action(self, action: Action) -> None:
         self._handler(action)
 
-    _INSTRUCTION_MAP = {instruction: _run_action for instruction in INSTRUCTIONS.values()}
+    _INSTRUCTION_MAP = dict.fromkeys(INSTRUCTIONS.values(), _run_action)
 
     def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
         return self.module(batch, hidden)

@@ -9,6 +9,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from models.init import empty_parameters
 from models.llm import LayerDef
 from models.packed import PackedBatch, StageState
 from omni_ds.plan.build import Plan
@@ -41,8 +42,31 @@ class OmniPipelineModule(PipelineModule):
             num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data_degree
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints every layer of every stage
-            super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
+            # Parameters get their memory when they get their values (models/loading.py).
+            with empty_parameters():
+                super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
         object.__setattr__(self, "encoder_anchor", None)
+
+    def to(self, *args, **kwargs) -> "OmniPipelineModule":
+        """As ``nn.Module.to``; nothing while parameters are still empty (DeepSpeed moves modules when built)."""
+        if any(parameter.is_meta for parameter in self.parameters()):
+            return self
+        return super().to(*args, **kwargs)
+
+    def _synchronize_tied_weights(self) -> None:
+        pass  # every stage reads the same checkpoint, or draws by name from the same seed
+
+    def mark_replicated(self) -> None:
+        """Flag tied weights that another stage owns, so that norms and checkpoints count them once.
+
+        Called after loading: that gives every parameter a new tensor, without the flags set when it was built.
+        """
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+        for tied in self.tied_comms.values():
+            if self.global_rank != tied["ranks"][0]:
+                for parameter in tied["module"].parameters():
+                    parameter.ds_pipe_replicated = True
 
     def _partition_layers(self, method: str = "plan") -> None:
         del method  # the plan has decided

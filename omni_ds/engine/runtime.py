@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.encoders import RuntimeEncoders, build_encoder
 from models.freeze import set_trainable
+from models.init import empty_parameters
 from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
 from omni_ds.checkpoint.fragments import WEIGHT, fragments
@@ -95,13 +96,16 @@ def build_runtime(
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     module = OmniPipelineModule(build_llm_layers(composition.llm_config, recompute=recomputes(config)), plan)
     set_trainable(module, not config.omni.llm.freeze)
-    encoders = {
-        name: build_encoder(
-            name, config.omni.encoders[name], hf_config, plan.llm.hidden, recompute=recomputes(config)
-        )
-        for name, hf_config in composition.encoder_configs.items()
-    }
-    source_dtypes = all_or_error(lambda: _load(config, module, encoders), groups.control)
+    with empty_parameters():
+        encoders = {
+            name: build_encoder(
+                name, config.omni.encoders[name], hf_config, plan.llm.hidden, recompute=recomputes(config)
+            )
+            for name, hf_config in composition.encoder_configs.items()
+        }
+    source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
+    module.mark_replicated()
+    module.to(device)
     originals = _originals(module, encoders, dtype)
     llm = _llm_engine(config, module, plan, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, dtype, device)
@@ -120,12 +124,12 @@ def build_runtime(
 
 
 def _load(
-    config: Config, module: OmniPipelineModule, encoders: dict[str, nn.Module]
+    config: Config, composition: Composition, module: OmniPipelineModule, encoders: dict[str, nn.Module]
 ) -> dict[str, torch.dtype]:
-    seed = config.omni.train.seed
-    dtypes = load_llm(module.local_layers(), config.omni.llm, seed)
+    seed, omni = config.omni.train.seed, config.omni
+    dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
     for name, encoder in encoders.items():
-        dtypes |= load_encoder(encoder, config.omni.encoders[name], seed)
+        dtypes |= load_encoder(encoder, omni.encoders[name], composition.encoder_configs[name], seed)
     return dtypes
 
 

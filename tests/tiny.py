@@ -1,0 +1,123 @@
+"""A tiny composition on the bundled digits: HF checkpoints made in a folder, and the config that trains them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = ROOT / "data" / "digits"
+
+
+def make_checkpoints(folder: Path, *, tied: bool = False, seed: int = 5) -> None:
+    """Save random Qwen3, SigLIP and Whisper checkpoints of the real classes under ``folder``."""
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+        WhisperConfig,
+        WhisperModel,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(DIGITS / "tokenizer")
+    torch.manual_seed(seed)
+    llm = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        initializer_range=0.05,
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        vision_use_head=False,
+    )
+    audio = WhisperConfig(
+        d_model=24,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        num_mel_bins=16,
+        max_source_positions=100,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
+    )
+    for name, model in (
+        ("llm", Qwen3ForCausalLM(llm)),
+        ("vision", SiglipVisionModel(vision)),
+        ("audio", WhisperModel(audio)),
+    ):
+        model.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "llm")
+
+
+def config_dict(checkpoints: Path, output: Path, **omni: Any) -> dict[str, Any]:
+    """A configuration that trains :func:`make_checkpoints` on a few digits: clipping active, three rates."""
+    sets = ("written", "spoken", "sum", "text")
+    raw: dict[str, Any] = {
+        "train_batch_size": 12,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"stages": 1},
+        "omni": {
+            "llm": {"path": str(checkpoints / "llm")},
+            "encoders": {
+                "vision": {
+                    "path": str(checkpoints / "vision"),
+                    "modality": "image",
+                    "lr": 5e-4,
+                    "projector": {"reduction": "pixel_shuffle", "factor": 2, "lr": 2e-3},
+                },
+                "audio": {
+                    "path": str(checkpoints / "audio"),
+                    "modality": "audio",
+                    "lr": 5e-4,
+                    "projector": {"reduction": "frame_stack", "factor": 4, "lr": 2e-3},
+                },
+            },
+            "data": {
+                "train": [{"path": str(DIGITS / f"train_{name}.jsonl"), "max_samples": 24} for name in sets],
+                "max_length": 256,
+                "max_tokens_per_micro_batch": 256,
+                "num_workers": 0,
+                "cache_dir": str(output / "cache"),
+            },
+            "train": {"max_steps": 3, "seed": 7},
+            "output_dir": str(output),
+        },
+    }
+    raw["omni"] = merged(raw["omni"], omni)
+    return raw
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with nested ``changes``; neither is modified."""
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if nested else copy.deepcopy(value)
+    return result
+
+
+def write_config(raw: dict[str, Any], path: Path) -> Path:
+    path.write_text(json.dumps(raw))
+    return path

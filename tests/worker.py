@@ -1,0 +1,65 @@
+"""What a test's ranks run: assemble a config, train some steps, return losses, norms and whole weights."""
+
+from typing import Any
+
+import torch
+
+
+def train_and_collect(config_path: str, overrides: tuple[str, ...] = (), steps: int | None = None) -> dict[str, Any]:
+    """Train and return what parity tests compare.
+
+    Returns:
+        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name (rank 0 only
+        holds the encoders' and, of the LLM, its own stage's).
+    """
+    from omni_ds.checkpoint.full_weights import full_parameters
+    from omni_ds.config.load import load_config
+    from omni_ds.engine.encoder_engine import world_parallel
+    from omni_ds.engine.launch import assemble
+    from omni_ds.engine.step_input import prepare
+    from omni_ds.parallel.agreement import agree_on_step
+
+    run = assemble(load_config(config_path, overrides))
+    runtime = run.runtime
+
+    def weights() -> dict[str, torch.Tensor]:
+        found = {n: t.clone().cpu() for n, t in full_parameters(runtime.module.global_names())}
+        with world_parallel():
+            found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
+        return found
+
+    initial, losses, norms, plans = weights(), [], [], []
+    last = steps if steps is not None else run.config.omni.train.max_steps
+    for batch in run.batches(0, last):
+        failed = agree_on_step(batch.step_plan, sorted({r for r, _ in batch.failed}), runtime.groups.control)
+        result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        plans.append(batch.step_plan.micro_batches)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "initial": initial,
+        "final": weights(),
+        "micro_batches": plans,
+        "rank": runtime.rank,
+    }
+
+
+def merge_weights(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
+    """Whole model of all ranks; copies of one parameter must agree."""
+    whole: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, tensor in result[key].items():
+            if name in whole:
+                assert torch.equal(whole[name], tensor), f"{name} differs between ranks"
+            whole[name] = tensor
+    return whole
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest absolute difference of two sets of weights, and where it is."""
+    assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())[:6]}"
+    return max(((a[n].float() - b[n].float()).abs().max().item(), n) for n in a)
+
+
