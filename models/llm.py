@@ -152,7 +152,9 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(self, state: StageState) -> StageState:
-        """hidden [T, H] -> [T, H]."""
+        """hidden [T, H] -> [T, H]. An empty micro-batch passes through: HF's layers cannot view 0 tokens."""
+        if state.hidden.shape[0] == 0:
+            return state
         hidden = state.hidden.unsqueeze(0)
         position_ids = state.batch.position_ids.unsqueeze(0)
         if state.rotary is None or state.rotary[0].dtype != hidden.dtype:

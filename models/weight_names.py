@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors under the names of the HF class they are loaded into, by transformers' own rules.
+"""Names of checkpoint tensors under the names of the HF class they are loaded into, by transformers' rules.
 
 ``transformers.conversion_mapping`` knows how names (and sometimes shapes) changed between releases, and how
 a base model's names differ from those of a model with a head.
@@ -24,7 +24,8 @@ _OLD_BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
 class Recipe:
     """How one tensor of the model is made: a tensor of the checkpoint as it is, or a conversion of several.
 
-    ``sources``: (checkpoint name, pattern of the converter it matched); ``converter`` None: the one source itself.
+    ``sources``: (checkpoint name, pattern of the converter it matched); without a ``converter`` there is one,
+    taken as it is.
     """
 
     target: str

@@ -38,7 +38,8 @@ class PartWeights:
     """Weights of one part of a composition under their global names.
 
     ``prefix`` + a name of the HF class ``model`` (on meta) is a global name. ``unused``: checkpoint tensors
-    left out by design (a text tower, a decoder, layers above the feature layer). ``problems`` collects what does not fit.
+    left out by design (text tower, decoder, layers above the feature layer). ``missing``, ``unexpected`` and
+    ``misshaped`` collect what does not fit.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ def tower_weights(
 ) -> PartWeights:
     """Weights of a tower under ``encoders.<name>.tower.<name in the HF class>``.
 
-    ``config``: the checkpoint's tower (``load_hf_config``); ``built``: what is built of it
-    (``encoder.config``). The checkpoint may hold the tower alone or a whole model around it; the rest, the pooling head and the layers above
-    the feature layer are unused by design.
+    ``config``: the checkpoint's tower (``load_hf_config``); ``built``: what is built of it (an encoder's
+    ``config``). The checkpoint may hold the tower alone or a whole model around it; the rest, the pooling
+    head and the layers above the feature layer are unused by design.
     """
     whole, model = _tower_on_meta(config), _tower_on_meta(built)
     source = WeightSource(path, where or f"omni.encoders.{name}.path")
@@ -149,7 +150,7 @@ def load_module(
     slices: Mapping[str, Sequence[slice]] | None = None,
     device: torch.device | str | None = None,
 ) -> set[str]:
-    """Load the parameters in ``names`` (local -> global) that belong to ``weights``; returns their local names.
+    """Load those parameters of ``names`` (local -> global) that ``weights`` is for; their local names.
 
     ``slices``: for a local name, the part of the full tensor the module holds. What is missing or has
     another shape is noted in ``weights`` and left as it is; ``check_weights`` raises.

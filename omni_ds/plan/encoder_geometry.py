@@ -147,8 +147,8 @@ def _vit(where: str, encoder: Any, model_type: str, config: dict[str, Any]) -> G
 def _whisper(where: str, encoder: Any, config: dict[str, Any]) -> Geometry:
     if encoder.feature_layer not in (None, -1):
         raise UserError(
-            f"{where}.feature_layer is {encoder.feature_layer}: Whisper features are the normalised output of "
-            "its last layer; leave the key out"
+            f"{where}.feature_layer is {encoder.feature_layer}: Whisper features are the normalised "
+            "output of its last layer; leave the key out"
         )
     hidden, heads, layers = config["d_model"], config["encoder_attention_heads"], config["encoder_layers"]
     if hidden % heads:

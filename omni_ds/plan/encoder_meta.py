@@ -111,12 +111,10 @@ class EncoderMeta:
             return
         legal = [f for f in range(2, min(rows, columns) + 1) if rows % f == 0 and columns % f == 0]
         nearest = min(legal, key=lambda f: abs(f - self.factor)) if legal else None
+        way_out = f"{nearest} does" if nearest else "no factor does: use reduction none or another image size"
         raise UserError(
             f"omni.encoders.{self.name}: {rows} x {columns} patch grid does not divide by pixel_shuffle "
-            f"{self.factor}; {nearest} does"
-            if nearest
-            else f"omni.encoders.{self.name}: {rows} x {columns} patch grid does not divide by any "
-            "pixel_shuffle factor; use reduction none or another image size"
+            f"{self.factor}; {way_out}"
         )
 
     @property
@@ -180,16 +178,20 @@ class EncoderMeta:
             return side, side
         return (1,)
 
+    def _first_flops(self, segments: Sequence[int]) -> int:
+        """The first convolution, whose input needs no gradient."""
+        tokens = sum(segments)
+        if self.family == "vit":
+            patches = tokens - self.prefix * len(segments)
+            return 2 * patches * self.channels * self.patch**2 * self.hidden
+        return 2 * (2 * tokens) * 3 * self.mels * self.hidden
+
     def _tower_flops(self, segments: Sequence[int]) -> int:
         tokens = sum(segments)
         per_token = 2 * self.hidden * (4 * self.hidden + self.mlp_matrices * self.intermediate)
         attention = sum(4 * self.hidden * length * length for length in segments)
-        if self.family == "vit":
-            patches = tokens - self.prefix * len(segments)
-            stem = 2 * patches * self.channels * self.patch**2 * self.hidden
-        else:
-            stem = 2 * tokens * 3 * self.hidden * (2 * self.mels + self.hidden)
-        return stem + self.layers * (tokens * per_token + attention)
+        second = 2 * tokens * 3 * self.hidden**2 if self.family == "whisper" else 0
+        return self._first_flops(segments) + second + self.layers * (tokens * per_token + attention)
 
     def forward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""
@@ -204,7 +206,7 @@ class EncoderMeta:
         second = 2 * rows * self.projector_hidden * self.out_hidden
         flops = 0
         if self.tower_trainable:
-            flops += 2 * self._tower_flops(segments) + first
+            flops += 2 * self._tower_flops(segments) - self._first_flops(segments) + first
         if self.trainable:
             flops += second
         if self.projector_trainable:
