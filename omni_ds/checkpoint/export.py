@@ -140,8 +140,7 @@ def _main_dtype(staging: Path, files: Sequence[str]) -> str:
 
 
 def _generation_config(parts: ExportParts) -> GenerationConfig:
-    """As given, or greedy; special tokens it does not name are the tokenizer's, with the template's end of
-    turn."""
+    """As given, or greedy; tokens it does not name are the tokenizer's and the template's end of turn."""
     config = copy.deepcopy(parts.generation_config) or GenerationConfig()
     if config.eos_token_id is None:
         config.eos_token_id = end_of_turn_ids(

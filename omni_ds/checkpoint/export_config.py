@@ -127,8 +127,7 @@ def encoder_spec(
 
 
 def _layout(kind: str, config: PretrainedConfig, build: Callable, rename: Callable[[str], str]) -> Layout:
-    """Names and shapes by building the class where tensors have no data. `build` may change the config it
-    gets."""
+    """Names and shapes, by building the class where tensors have no data."""
     with torch.device("meta"):
         model = build(type(config).from_dict(config.to_dict()))
     config.architectures = [type(model).__name__]
@@ -158,8 +157,7 @@ def _by_prefix(prefixes: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def _is_llava(section: Any, spec: Mapping[str, Any], processor: Any) -> bool:
-    """LLaVA's images have the tower's own size; it has no reduction, and a projector as wide as the language
-    model."""
+    """Images of the tower's own size, no reduction, a projector as wide as the language model."""
     side = spec["tower"].get("image_size")
     return (
         spec["tower"]["model_type"] in ("clip_vision_model", "siglip_vision_model")
@@ -170,8 +168,7 @@ def _is_llava(section: Any, spec: Mapping[str, Any], processor: Any) -> bool:
 
 
 def processed_size(processor: Any) -> tuple[int | None, int | None]:
-    """(height, width) in pixels of what an HF image processor makes of any image; None where it depends on
-    it."""
+    """(height, width) in pixels of an HF image processor's output; None where it depends on the image."""
     size = getattr(processor, "crop_size" if getattr(processor, "do_center_crop", None) else "size", None)
     if isinstance(size, int):
         return size, size
@@ -180,8 +177,7 @@ def processed_size(processor: Any) -> tuple[int | None, int | None]:
 
 
 def _llava_config(spec: Mapping[str, Any], llm_config: PretrainedConfig) -> LlavaConfig:
-    """The tower ends with the feature layer, so the feature layer is -1: hidden states before the closing
-    norm."""
+    """The tower ends with the feature layer, so that is -1: the hidden states before the closing norm."""
     tower, text = spec["tower"], _clean_copy(llm_config)
     drop_class_token = tower["model_type"] == "clip_vision_model" and not spec["keep_prefix"]
     patches = (tower["image_size"] // tower["patch_size"]) ** 2

@@ -1,5 +1,4 @@
-"""Tokenizer, chat template and media processors of an export, as AutoTokenizer and AutoProcessor find
-them."""
+"""Tokenizer, chat template and media processors of an export, as HF's Auto classes find them."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def save_processor(folder: Path, layout: Layout, parts: ExportParts) -> None:
 
 
 def media_processor(processors: Mapping[str, Any], name: str) -> Any:
-    """HF image processor or feature extractor of an encoder; a `Preprocess` that holds one in `.processor`
-    will do.
+    """HF image processor or feature extractor of an encoder; of a `Preprocess`, the one it holds.
 
     UserError when its class is not part of transformers: the export could not name it.
     """

@@ -21,8 +21,7 @@ from omni_ds.checkpoint.export_target import check_export_target, staging_folder
 from omni_ds.errors import UserError
 
 Manifest = list[tuple[str, dict[str, int]]]
-"""Per shard: file name in the staging folder and the bytes of each tensor in it. Plain data, fit for
-gathering."""
+"""Per shard: file name in the staging folder, bytes of each tensor in it. Plain data, fit for gathering."""
 
 _UNITS = {
     "": 1,
@@ -37,8 +36,7 @@ _UNITS = {
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of `5GB` (decimal, as transformers reads it), `5GiB` (binary) or a plain number; UserError
-    otherwise."""
+    """Bytes of `5GB` (decimal, as in transformers), `5GiB` (binary) or a number; UserError otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UserError(

@@ -25,8 +25,7 @@ def staging_folder(out_dir: str | Path) -> Path:
 
 
 def check_export_target(out_dir: str | Path) -> None:
-    """UserError unless `out_dir` is absent, empty, or holds nothing but an earlier export, and can be
-    written."""
+    """UserError unless `out_dir` can be written and is absent, empty or an earlier export alone."""
     target = _resolve(out_dir)
     try:
         if target.exists() and not target.is_dir():
@@ -35,9 +34,10 @@ def check_export_target(out_dir: str | Path) -> None:
     except OSError as error:
         raise UserError(f"export to {out_dir}: {error.strerror or error}; name another folder") from error
     if foreign:
+        names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise UserError(
-            f"export to {out_dir}: the folder holds {len(foreign)} file(s) that no earlier export "
-            f"wrote ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); empty it or name another folder"
+            f"export to {out_dir}: the folder holds {len(foreign)} file(s) that no earlier export wrote "
+            f"({names}); empty it or name another folder"
         )
     existing = target.parent
     while not existing.exists() and existing != existing.parent:

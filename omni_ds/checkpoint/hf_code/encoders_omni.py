@@ -1,5 +1,4 @@
-"""Encoders of a composed model: a tower, a reduction of its rows and a projector into the language model's
-width."""
+"""Encoders of a composed model: a tower, a reduction of its rows, and a projector."""
 
 import torch
 from torch import nn
@@ -32,8 +31,7 @@ def pixel_shuffle(hidden, rows, columns, factor):
 
 
 def frame_stack(hidden, factor):
-    """[n, T, H] -> [n, ceil(T / factor), factor * H]: joins `factor` neighbours, the last ones filled with
-    zeros."""
+    """[n, T, H] -> [n, ceil(T / factor), factor * H]: joins neighbours; the last ones get zeros."""
     n, length, width = hidden.shape
     hidden = F.pad(hidden, (0, 0, 0, -length % factor))
     return hidden.reshape(n, -1, factor * width)
@@ -52,8 +50,7 @@ def pad_with_silence(mels, frames):
 
 
 class OmniEncoder(nn.Module):
-    """`spec` is an entry of `OmniComposedConfig.encoders`; `forward` takes media, returns rows for each of
-    them."""
+    """A tower with its projector. `spec` is an entry of `OmniComposedConfig.encoders`."""
 
     def __init__(self, spec, out_features, attn_implementation=None):
         super().__init__()
@@ -105,8 +102,7 @@ class OmniEncoder(nn.Module):
         return results
 
     def encode_images(self, pixels):
-        """[n, 3, height, width] -> [n, rows, out_features]. Features are the last hidden state before any
-        norm."""
+        """[n, 3, height, width] -> [n, rows, out_features], from the last hidden state before any norm."""
         interpolate = (
             {}
             if self.spec["tower"]["model_type"].startswith("dinov2")

@@ -74,8 +74,7 @@ class OmniForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return []
 
     def fill_placeholders(self, input_ids, inputs_embeds, media):
-        """inputs_embeds [B, S, hidden] with the rows of all media written over their placeholder tokens, in
-        order."""
+        """inputs_embeds [B, S, hidden] with the rows of all media in place of their placeholder tokens."""
         for spec in self.config.encoders.values():
             rows = self.get_media_features(spec["modality"], **media)
             if not rows:

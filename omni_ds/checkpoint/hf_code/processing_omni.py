@@ -46,8 +46,7 @@ class OmniProcessor(ProcessorMixin):
         return -(-(tokens + encoder["prefix"]) // encoder["factor"])
 
     def audio_rows(self, frames):
-        """Feature rows of a clip of this many mel frames; the tower halves the frames of each window,
-        rounding up."""
+        """Feature rows of a clip of this many mel frames; the tower halves each window, rounding up."""
         encoder = self.encoders["audio"]
         full, rest = divmod(frames, encoder["window"])
         if rest and encoder["pad_to_window"]:
@@ -174,8 +173,7 @@ class OmniProcessor(ProcessorMixin):
         return values | ({"auto_map": self.auto_map} if getattr(self, "auto_map", None) else {})
 
     def save_pretrained(self, save_directory, **kwargs):
-        """Writes tokenizer, chat template and processor_config.json; pushing to the hub is left to `hf
-        upload`."""
+        """Writes tokenizer, chat template and processor_config.json."""
         os.makedirs(save_directory, exist_ok=True)
         if self._auto_class is not None:
             custom_object_save(self, save_directory, config=self)
