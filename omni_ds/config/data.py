@@ -73,7 +73,8 @@ class DataConfig(Section):
     max_skip_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Stop when more than this share of the samples was skipped."""
     cache_dir: str | None = None
-    """Folder of the sample index; null: `.cache` beside the output folder's runs."""
+    """Folder for what is made of the sets once and kept between runs, such as the index of the samples;
+    null: a folder of the program's choice."""
 
 
 class EvalConfig(Section):

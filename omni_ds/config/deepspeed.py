@@ -93,11 +93,11 @@ class Pipeline(Section):
     stages: Auto | PositiveInt = "auto"
     """Number of pipeline stages; auto: 1."""
     activation_checkpoint_interval: NonNegativeInt = 0
-    """Recompute activations of the LLM in the backward pass, so many layers at a time; 0: keep them."""
+    """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them."""
 
 
 class ActivationCheckpointing(Section):
-    """Present: recompute every LLM layer in the backward pass (unless `pipeline` gives another interval)."""
+    """Present: as `pipeline.activation_checkpoint_interval` 1."""
 
     partition_activations: bool = False
     """Not supported yet."""

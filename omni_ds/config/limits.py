@@ -80,6 +80,12 @@ def _encoders(config: Config) -> Iterator[str]:
                     f"{key}.processor.{option} is not supported yet: video is not read; use images, and "
                     f"remove it"
                 )
+        for option in ("min_pixels", "max_pixels"):
+            if getattr(encoder.processor, option) is not None:
+                yield (
+                    f"{key}.processor.{option} is not supported yet: all images of an encoder have one "
+                    "size; use that of its checkpoint, and remove it"
+                )
         if encoder.modality in first:
             yield (
                 f"{key}.modality: a second {encoder.modality} encoder is not supported yet: the media of a "
@@ -103,6 +109,11 @@ def _llm_memory(config: Config) -> Iterator[str]:
                 f"zero_optimization.{option} is not supported yet: weights and optimizer state stay on the "
                 f"device; use more pipeline.stages, or remove it"
             )
+    if config.pipeline.activation_checkpoint_interval > 1:
+        yield (
+            f"pipeline.activation_checkpoint_interval: {config.pipeline.activation_checkpoint_interval} "
+            "is not supported yet: activations are recomputed layer by layer; use 1"
+        )
     if checkpointing is not None:
         for option, value in checkpointing.model_dump().items():
             if value is True:

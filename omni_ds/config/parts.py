@@ -89,4 +89,5 @@ class EncoderConfig(PartConfig):
     feature_select: Literal["patch", "full"] | None = None
     """Image: patch drops the class token, full keeps it; null: patch where the tower has one."""
     placeholder: str | None = None
-    """Token that stands for one feature row in the text; null: `<image>` or `<audio>`."""
+    """Special token that stands for one feature row in the text; null: the tokenizer's own for the
+    modality, else `<image>` or `<audio>`, which is then added."""

@@ -52,7 +52,7 @@ class Config(PassedOn):
     pipeline: Pipeline = Pipeline()
     """The LLM's pipeline."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Present: recompute activations of the LLM in the backward pass."""
+    """Present: recompute activations in the backward pass."""
     tensor_parallel: TensorParallel = TensorParallel()
     """Tensor parallelism of the LLM."""
     sequence_parallel_size: PositiveInt = 1

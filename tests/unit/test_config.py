@@ -227,6 +227,8 @@ LATER = [
     ({"zero_optimization__stage": 3}, "zero_optimization.stage"),
     ({"zero_optimization__offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer"),
     ({"activation_checkpointing__cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing"),
+    ({"pipeline__activation_checkpoint_interval": 2}, "pipeline.activation_checkpoint_interval"),
+    ({"omni__encoders__vision__processor__max_pixels": 9}, "omni.encoders.vision.processor.max_pixels"),
     ({"omni__encoder_parallel__long_short": 4096}, "omni.encoder_parallel.long_short"),
     ({"omni__balance__group_size": 2}, "omni.balance.group_size"),
     ({"omni__encoders__film": {"path": "x", "modality": "video"}}, "omni.encoders.film.modality"),
