@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception:  # noqa: BLE001  a fault of ours: say where, end at once, and let the launcher end the others
         traceback.print_exc()
         return 1
 

@@ -178,7 +178,9 @@ class EncoderEngine:
         with world_parallel():
             self.engine.optimizer.clear_backward_seen_flag()
             # ZeRO-3 reduces in every pass and must know the last one; stages 1 and 2 reduce in ER.
-            self.engine.set_gradient_accumulation_boundary(self._remaining == [window])
+            self.engine.set_gradient_accumulation_boundary(
+                self._zero_stage == 3 and self._remaining == [window]
+            )
             live.trainable_output.backward(gradient.index_select(0, live.trainable_rows))
         if window in self._remaining:
             self._remaining.remove(window)

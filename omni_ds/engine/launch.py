@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from data.index import IndexedDataset, open_dataset
 from data.loader import EvalLoader, StepLoader
+
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import write_atomically
@@ -26,6 +26,7 @@ from omni_ds.engine.metrics import Reporter
 from omni_ds.engine.pipeline_module import stage_device
 from omni_ds.engine.runtime import Runtime, build_runtime
 from omni_ds.engine.summary import describe_data, describe_parts, describe_plan
+from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
 from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
@@ -140,7 +141,8 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         describe_data(run.dataset, run.held_out),
     ):
         reporter.say(text)
-    trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter)
+    tracer = _tracer(config, arguments.trace, first_step, last_step, group)
+    trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter, tracer)
     try:
         if folder is not None:
             all_or_error(lambda: trainer.resume(folder), group)
@@ -154,6 +156,24 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
             reporter.say(f"exported to {export_model(export_dir, config, run.composition, runtime)}")
     finally:
         reporter.close()
+
+
+def _tracer(
+    config: Config, steps: str | None, first_step: int, last_step: int, group: dist.ProcessGroup
+) -> Tracer | None:
+    """A tracer for ``--trace FIRST:LAST`` or ``--trace STEP``; ``omni.trace`` alone means every step."""
+    if steps is None and not config.omni.trace:
+        return None
+    chosen = range(first_step + 1, last_step + 1)
+    if steps is not None:
+        first, _, last = steps.partition(":")
+        try:
+            chosen = range(int(first), int(last or first) + 1)
+        except ValueError:
+            raise UserError(
+                f"--trace {steps}: give a step or FIRST:LAST, for example --trace 10:12"
+            ) from None
+    return Tracer(Path(config.omni.output_dir) / "trace.json", chosen, group)
 
 
 def _prepare_output(output: Path) -> None:

@@ -52,9 +52,10 @@ class Reporter:
             return
         self._every = config.steps_per_print
         self._console = Console(stderr=False, highlight=False)
-        self._path = Path(config.omni.output_dir) / "metrics.jsonl"
-        _drop_lines_after(self._path, first_step)
-        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  closed in close()
+        output = Path(config.omni.output_dir)
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            _drop_lines_after(output / name, first_step)
+        self._file = open(output / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed in close()
         self._monitor = build_monitor(config)
         self._progress = None
         if sys.stdout.isatty():

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-
 from data.loader import PackedNumpy, StepBatch
+
 from models.packed import PackedBatch
 from omni_ds.engine.executor import StepInput
 from omni_ds.plan.batch import MicroBatch

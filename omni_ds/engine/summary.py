@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from data.index import IndexedDataset
+
 from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr
 from omni_ds.engine.runtime import Runtime

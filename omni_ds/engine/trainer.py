@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from data.loader import StepBatch
+
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import write_atomically
 from omni_ds.config import Config
@@ -18,6 +17,7 @@ from omni_ds.engine.executor import StepResult
 from omni_ds.engine.metrics import Reporter, peak_memory_bytes
 from omni_ds.engine.runtime import Runtime
 from omni_ds.engine.step_input import prepare
+from omni_ds.engine.trace import Tracer
 from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import agree_on_step
 from omni_ds.plan.build import StepPlan
@@ -40,6 +40,7 @@ class Trainer:
         evaluation: held-out sets by name.
         fingerprint: of data, tokenizer and sampling; a checkpoint is resumed only with the same.
         reporter: metrics of this run.
+        tracer: records the action times of some steps.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Trainer:
         evaluation: Mapping[str, EvaluationSet],
         fingerprint: str,
         reporter: Reporter,
+        tracer: Tracer | None = None,
     ):
+        self._tracer = tracer
         self._config, self._runtime = config, runtime
         self._evaluation, self._fingerprint, self._reporter = evaluation, fingerprint, reporter
         self._output = Path(config.omni.output_dir)
@@ -69,26 +72,32 @@ class Trainer:
             started = time.perf_counter()
             batch = next(iterator)
             waited = time.perf_counter() - started
-            result = self._one_step(batch)
+            result = self._one_step(step, batch)
             self._report(step, batch.step_plan, result, time.perf_counter() - started, waited)
             if every is not None and step % every == 0 and step < last_step:
                 self.evaluate(step)
             if save_every is not None and (step % save_every == 0 or step == last_step):
                 self.save(step)
 
-    def _one_step(self, batch: StepBatch) -> StepResult:
+    def _one_step(self, step: int, batch: StepBatch) -> StepResult:
         runtime = self._runtime
         failed = agree_on_step(
             batch.step_plan, sorted({row for row, _ in batch.failed}), runtime.groups.control
         )
+        origin = time.perf_counter_ns()
         if failed:
             self._count_failures(failed, batch)
         self._samples += batch.step_plan.samples
-        return runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
+        result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
+        if self._tracer is not None and self._tracer.wants(step):
+            self._tracer.add(step, result.times, origin)
+        return result
 
     def _count_failures(self, failed: tuple[int, ...], batch: StepBatch) -> None:
         data = self._config.omni.data
-        for row, reason in batch.failed:
+        reasons = dict(batch.failed)
+        for row in failed:
+            reason = reasons.get(row, "a medium could not be decoded on another rank")
             self._reporter.say(f"row {row}: {reason}; the sample has no targets in this step")
         self._failed["medium could not be decoded"] += len(failed)
         total = sum(self._failed.values())
@@ -192,9 +201,3 @@ class Trainer:
         self._failed.update(run_state["failed"])
         self._runtime.schedules.load_state_dict(run_state["schedules"])
         return int(index["step"])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work, so that a clock read after it is meaningful."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
