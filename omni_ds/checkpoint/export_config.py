@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from omni_ds.checkpoint.hf_code.configuration_omni import OmniComposedConfig
 from omni_ds.checkpoint.hf_code.modeling_omni import OmniForConditionalGeneration
@@ -126,16 +127,27 @@ def encoder_spec(
     }
 
 
-def _layout(kind: str, config: PretrainedConfig, build: Callable, rename: Callable[[str], str]) -> Layout:
-    """Names and shapes, by building the class where tensors have no data."""
+def _layout(kind: str, config: PretrainedConfig, build: Callable, class_name: Callable[[str], str]) -> Layout:
+    """Names and shapes, by building the class where tensors have no data.
+
+    class_name: global parameter name -> name in the class. Files hold the names `save_pretrained` would give:
+    transformers renames on the way, so that files of one release load in another.
+    """
     with torch.device("meta"):
         model = build(type(config).from_dict(config.to_dict()))
     config.architectures = [type(model).__name__]
-    file_name = _LLAVA_FILE_NAMES if kind == "llava" else lambda name: name
     tied = set(model.all_tied_weights_keys)
     parameters = model.named_parameters(remove_duplicate=False)
-    shapes = {file_name(name): tuple(parameter.shape) for name, parameter in parameters if name not in tied}
-    return Layout(kind, config, rename, shapes)
+    state = {name: parameter for name, parameter in parameters if name not in tied}
+    names = {id(parameter): name for name, parameter in state.items()}
+    saved = revert_weight_conversion(model, dict(state))
+    file_names = {names.get(id(parameter)): file_name for file_name, parameter in saved.items()}
+    assert file_names.keys() == state.keys(), f"{type(model).__name__} saves more than renamed parameters"
+
+    def rename(name: str) -> str:
+        return file_names.get(class_name(name), class_name(name))
+
+    return Layout(kind, config, rename, {file_names[name]: tuple(state[name].shape) for name in state})
 
 
 def _clean_copy(config: PretrainedConfig) -> PretrainedConfig:
@@ -195,22 +207,12 @@ def _llava_config(spec: Mapping[str, Any], llm_config: PretrainedConfig) -> Llav
 
 
 def _llava_names(encoder: str) -> Callable[[str], str]:
-    """Names as `LlavaForConditionalGeneration.save_pretrained` writes them: those of LLaVA-1.5's files."""
+    """Global names -> those of `LlavaForConditionalGeneration`."""
     return _by_prefix(
         {
-            "llm.": "language_model.",
-            f"encoders.{encoder}.tower.": "vision_tower.",
-            f"encoders.{encoder}.projector.": "multi_modal_projector.",
+            "llm.model.": "model.language_model.",
+            "llm.lm_head.": "lm_head.",
+            f"encoders.{encoder}.tower.": "model.vision_tower.",
+            f"encoders.{encoder}.projector.": "model.multi_modal_projector.",
         }
     )
-
-
-_LLAVA_FILE_NAMES = _by_prefix(
-    {
-        "model.language_model.": "language_model.model.",
-        "lm_head.": "language_model.lm_head.",
-        "model.vision_tower.": "vision_tower.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-    }
-)
-"""Parameter name of the class -> name in its files."""

@@ -1,5 +1,6 @@
 """Exported folders in a process without this repository give the numbers that training computes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -147,6 +148,13 @@ def test_every_tensor_arrives_unchanged(result):
         if "lm_head" not in name
     )
     assert exported == expected
+
+
+def test_files_hold_the_names_of_the_hub(results):
+    """DINOv2's modules were renamed between releases of transformers; the names in files were not."""
+    *_, folder, _ = results["dino"]
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "encoders.eye.tower.encoder.layer.0.attention.attention.query.weight" in names
 
 
 def test_many_shards_have_an_index(results):
