@@ -1,0 +1,195 @@
+"""Render a conversation and find which characters of the rendering are whose.
+
+HF's assistant mask needs `{% generation %}` in the template and prefix differencing breaks on templates that rewrite
+earlier turns, so spans are found by marking: the conversation is rendered once as it is and once with a private
+character around every piece of content. Without its marks the second rendering must equal the first; then the marks
+say where each piece stands. A thought (`<think>...</think>`) and the answer after it are separate pieces, because
+templates move, drop or re-space thoughts.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.errors import RowError
+
+MARK_BASE = 0xF0000
+_THINK_TAG = re.compile(r"(</?think>)")
+_EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+_OPEN_THINK = re.compile(r"<think>\s*\Z")
+
+Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+"""(messages, add_generation_prompt) -> text; template errors are RowErrors."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Characters [start, stop) of the rendering that the assistant writes in answer to what precedes them.
+
+    message: index into the messages. They include thoughts that the template kept, tool calls and the end-of-turn
+    token, not the header and not an empty thought.
+    """
+
+    message: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """text: the conversation; turns: the assistant's, in order; contents: per message, the characters [start, stop)
+    that come from its content, or None where they could not be told apart (`exact` is False then)."""
+
+    text: str
+    turns: tuple[Turn, ...]
+    contents: tuple[tuple[tuple[int, int], ...], ...]
+    exact: bool
+
+
+class ChatRenderer:
+    """Spans of conversations under one template.
+
+    render: the template. end_of_turn: pattern of the tokens that may end a turn (special tokens that are no
+    placeholders).
+    """
+
+    def __init__(self, render: Render, end_of_turn: re.Pattern[str], headers: tuple[str, ...] | None = None):
+        self.render = render
+        self.end_of_turn = end_of_turn
+        self.headers = _generation_prompts(render) if headers is None else headers
+
+    def with_render(self, render: Render) -> "ChatRenderer":
+        """The same template with other arguments (tools)."""
+        return ChatRenderer(render, self.end_of_turn, self.headers)
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
+        """RowError when the template fails or its rendering cannot be aligned."""
+        text = self.render(messages, False)
+        marks = self._marks(text, messages, everyone=True)
+        exact = marks is not None
+        if marks is None:
+            marks = self._marks(text, messages, everyone=False)
+        if marks is None:
+            raise RowError("chat template changes marked content", "assistant spans cannot be found")
+        turns = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and marks[index]:
+                turns.append(self._turn(text, messages, marks, index))
+        contents = tuple(tuple(zip(found[::2], found[1::2], strict=True)) for found in marks)
+        return Rendered(text, tuple(turns), contents, exact)
+
+    def _marks(
+        self, text: str, messages: Sequence[Mapping[str, Any]], *, everyone: bool
+    ) -> list[list[int]] | None:
+        """Offsets in `text` of each message's marks, or None when marking changes what the template does."""
+        marked = [
+            _mark(message, chr(MARK_BASE + index)) if everyone or message["role"] == "assistant" else message
+            for index, message in enumerate(messages)
+        ]
+        try:
+            second = self.render(marked, False)
+        except RowError:
+            return None
+        marks: list[list[int]] = [[] for _ in messages]
+        plain, start = [], 0
+        offset = 0
+        for match in re.finditer(f"[{chr(MARK_BASE)}-{chr(MARK_BASE + len(messages))}]", second):
+            offset += match.start() - start
+            plain.append(second[start : match.start()])
+            marks[ord(match[0]) - MARK_BASE].append(offset)
+            start = match.end()
+        plain.append(second[start:])
+        if "".join(plain) != text or any(len(found) % 2 for found in marks):
+            return None
+        return marks
+
+    def _turn(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Sequence[Sequence[int]],
+        index: int,
+    ) -> Turn:
+        first, last = marks[index][0], marks[index][-1]
+        floor = max((found[-1] for found in marks[:index] if found), default=0)
+        ceiling = min((found[0] for found in marks[index + 1 :] if found), default=len(text))
+        start = self._start(text, messages, index, floor, first)
+        empty = _EMPTY_THINK.match(text, start, first)
+        if empty:
+            start = empty.end()
+        end = self.end_of_turn.search(text, last, ceiling)
+        return Turn(index, start, end.end() if end else last)
+
+    def _start(
+        self, text: str, messages: Sequence[Mapping[str, Any]], index: int, floor: int, first: int
+    ) -> int:
+        """End of the turn's header: where generation would begin."""
+        for header in self.headers:
+            found = text.rfind(header, floor, first)
+            if found >= 0:
+                return found + len(header)
+        if messages[index].get("tool_calls") and index:
+            # No generation prompt and the call's opening words are not marked: the prefix says where they begin.
+            try:
+                prefix = self.render(messages[:index], True)
+            except RowError:
+                prefix = ""
+            if prefix and text.startswith(prefix) and len(prefix) <= first:
+                return len(prefix)
+        opening = _OPEN_THINK.search(text, floor, first)
+        return opening.start() if opening else first
+
+
+def _generation_prompts(render: Render) -> tuple[str, ...]:
+    """What the template appends to ask for an answer, longest first; without a thought it may hold as well."""
+    probe = [{"role": "user", "content": "x"}]
+    try:
+        bare, asking = render(probe, False), render(probe, True)
+    except RowError:
+        return ()
+    prompt = asking[len(bare) :] if asking.startswith(bare) else ""
+    variants = dict.fromkeys((prompt, prompt.partition("<think>")[0]))
+    return tuple(variant for variant in variants if variant.strip())
+
+
+def _mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The message with `mark` at both ends of every piece of content that is not white space."""
+    marked = copy.deepcopy(dict(message))
+    if message["role"] == "assistant":
+        pieces = _THINK_TAG.split(message["content"])
+        marked["content"] = "".join(
+            piece if _THINK_TAG.fullmatch(piece) else _around(piece, mark) for piece in pieces
+        )
+        if isinstance(message.get("reasoning_content"), str):
+            marked["reasoning_content"] = _around(message["reasoning_content"], mark)
+        for call in marked.get("tool_calls", ()):
+            _mark_call(call.get("function", call), mark)
+    else:
+        marked["content"] = _around(message["content"], mark)
+    return marked
+
+
+def _mark_call(function: dict[str, Any], mark: str) -> None:
+    if isinstance(function.get("name"), str):
+        function["name"] = _around(function["name"], mark)
+    if "arguments" in function:
+        function["arguments"] = _mark_strings(function["arguments"], mark)
+
+
+def _mark_strings(value: Any, mark: str) -> Any:
+    if isinstance(value, str):
+        return _around(value, mark)
+    if isinstance(value, dict):
+        return {key: _mark_strings(entry, mark) for key, entry in value.items()}
+    return [_mark_strings(entry, mark) for entry in value] if isinstance(value, list) else value
+
+
+def _around(text: str, mark: str) -> str:
+    """Marks inside the outer white space, so that a template that strips does the same with and without them."""
+    core = text.strip()
+    if not core:
+        return text
+    start = text.index(core)
+    return f"{text[:start]}{mark}{core}{mark}{text[start + len(core) :]}"

@@ -1,0 +1,236 @@
+"""Raw media -> arrays of exactly the planned shape, with the arithmetic of HF's processors.
+
+A shape is planned from the header alone, so that token counts are known before anything is decoded; what is decoded
+later is cut or padded to it.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from data.errors import MediaError
+from data.media import MediaHeader, MediaRef, decode_audio, decode_image
+from omni_ds.errors import UserError
+
+
+class Preprocess(Protocol):
+    """One encoder's preprocessing. processor: the HF object, for the export."""
+
+    modality: str
+    processor: Any
+
+    def plan_shape(self, header: MediaHeader) -> tuple[int, ...]:
+        """Image (height, width) in pixels, audio (mel_frames,). MediaError when the medium cannot be used."""
+
+    def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        """float32, image [3, height, width], audio [n_mels, mel_frames]. MediaError when it cannot be decoded."""
+
+    def blank(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Zeros in the form of `load`, for a medium that failed."""
+
+
+class ImagePreprocess:
+    """An HF image processor (PIL back end) that resizes, crops and normalises one image to one array."""
+
+    modality = "image"
+
+    def __init__(self, processor: Any, where: str = "image processor"):
+        self.processor = processor
+        self._size = _sides(processor, "size") if processor.do_resize else {}
+        crops = bool(getattr(processor, "do_center_crop", None))
+        self._crop = _sides(processor, "crop_size") if crops else {}
+        if not self._crop and not {"height", "width"} <= set(self._size):
+            raise UserError(
+                f"{where}: the towers supported yet take images of one size, but the processor's size is "
+                f"{self._size or 'not set'} and it does not crop; use a processor that resizes to height and width"
+            )
+
+    def plan_shape(self, header: MediaHeader) -> tuple[int, int]:
+        if self._crop:
+            return self._crop["height"], self._crop["width"]
+        return self._size["height"], self._size["width"]
+
+    def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        image = decode_image(ref)
+        try:
+            pixels = self.processor(image, return_tensors="np")["pixel_values"][0]
+        except ValueError as error:  # an image of extreme proportions can shrink to nothing
+            raise MediaError("image cannot be resized", f"{ref} {image.size}: {error}") from None
+        return _fit(np.asarray(pixels, dtype=np.float32), (pixels.shape[0], *shape))
+
+    def blank(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.zeros((3, *shape), dtype=np.float32)
+
+
+class AudioPreprocess:
+    """Whisper's log-mel spectrogram of a clip's own duration.
+
+    max_seconds: longer clips are refused. pad_to_window: silence is added up to a whole number of the extractor's
+    chunks (30 s), as HF does.
+    """
+
+    modality = "audio"
+
+    def __init__(self, processor: Any, max_seconds: float, pad_to_window: bool = False):
+        self.processor = processor
+        self.max_seconds = max_seconds
+        self.pad_to_window = pad_to_window
+
+    def plan_shape(self, header: MediaHeader) -> tuple[int]:
+        seconds = header.samples / header.sampling_rate
+        if seconds > self.max_seconds:
+            raise MediaError(
+                "audio longer than max_seconds",
+                f"{seconds:.1f} s; processor.max_seconds is {self.max_seconds:g}",
+            )
+        return (self._samples(header) // self.processor.hop_length,)
+
+    def _samples(self, header: MediaHeader) -> int:
+        """Samples after resampling and padding; at least one frame and what the STFT's reflection needs."""
+        rate = self.processor.sampling_rate
+        samples = -(-header.samples * rate // header.sampling_rate)
+        if self.pad_to_window:
+            return int(math.ceil(samples / self.processor.n_samples) * self.processor.n_samples)
+        return max(samples, self.processor.n_fft // 2 + 1, self.processor.hop_length)
+
+    def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        samples = decode_audio(ref, self.processor.sampling_rate)
+        (frames,) = shape
+        # At least the planned frames, and never an STFT of less than its reflection needs.
+        wanted = max(frames * self.processor.hop_length, self.processor.n_fft // 2 + 1)
+        surplus = self.processor.hop_length - 1
+        samples = np.pad(samples[: wanted + surplus], (0, max(0, wanted - len(samples))))
+        features = self.processor(
+            samples,
+            sampling_rate=self.processor.sampling_rate,
+            padding="do_not_pad",
+            truncation=False,
+            return_tensors="np",
+        )["input_features"][0]
+        return _fit(np.asarray(features, dtype=np.float32), (features.shape[0], frames))
+
+    def blank(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.zeros((self.processor.feature_size, *shape), dtype=np.float32)
+
+
+def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> Preprocess:
+    """Preprocessing of one encoder.
+
+    encoder: its section of the configuration. hf_config: of the tower, as a dict. The processor is the checkpoint's;
+    one without its own, or an inline config, gets a default: images resized to image_size with mean and deviation
+    0.5, audio Whisper's with num_mel_bins.
+    """
+    where = f"omni.encoders.{name}"
+    if encoder.modality == "image":
+        settings = encoder.processor
+        if settings.min_pixels is not None or settings.max_pixels is not None:
+            raise UserError(
+                f"{where}.processor: min_pixels and max_pixels are for encoders that take images of any size, which "
+                "come later; this tower's images all have one size. Remove the keys"
+            )
+        processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
+        return ImagePreprocess(processor, where)
+    if encoder.modality == "audio":
+        processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
+        _check_audio(where, processor, encoder, hf_config)
+        return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
+    raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _load_image_processor(where: str, encoder: Any) -> Any:
+    if encoder.path is None or not _has_processor(encoder.path):
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            encoder.path, backend="pil", trust_remote_code=encoder.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"{where}.path: the image processor of {encoder.path} cannot be loaded: {error}"
+        ) from None
+
+
+def _load_audio_processor(where: str, encoder: Any) -> Any:
+    if encoder.path is None or not _has_processor(encoder.path):
+        return None
+    from transformers import WhisperFeatureExtractor
+
+    try:
+        return WhisperFeatureExtractor.from_pretrained(encoder.path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{where}.path: the feature extractor of {encoder.path} cannot be loaded: {error}"
+        ) from None
+
+
+def _has_processor(path: str) -> bool:
+    """Whether a checkpoint folder brings a processor; a hub name is asked by loading."""
+    folder = Path(path)
+    return not folder.is_dir() or any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
+
+
+def _default_image_processor(hf_config: Mapping[str, Any]) -> Any:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    size = hf_config.get("vision_config", hf_config).get("image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    return SiglipImageProcessorPil(
+        size={"height": height, "width": width}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+
+
+def _default_audio_processor(hf_config: Mapping[str, Any], encoder: Any) -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    rate = encoder.processor.sampling_rate or 16000
+    hop = rate // 100
+    seconds = 2 * hf_config.get("max_source_positions", 1500) / 100
+    return WhisperFeatureExtractor(
+        feature_size=hf_config.get("num_mel_bins", 80),
+        sampling_rate=rate,
+        hop_length=hop,
+        n_fft=rate // 40,
+        chunk_length=int(seconds) if seconds == int(seconds) else seconds,
+    )
+
+
+def _check_audio(where: str, processor: Any, encoder: Any, hf_config: Mapping[str, Any]) -> None:
+    mels = hf_config.get("num_mel_bins", processor.feature_size)
+    if processor.feature_size != mels:
+        raise UserError(
+            f"{where}: the encoder takes {mels} mel bins, its feature extractor makes {processor.feature_size}; "
+            "use the extractor of the same checkpoint"
+        )
+    rate = encoder.processor.sampling_rate
+    if rate is not None and rate != processor.sampling_rate:
+        raise UserError(
+            f"{where}.processor.sampling_rate is {rate}, but the checkpoint's is {processor.sampling_rate}; "
+            "remove the key, clips are resampled"
+        )
+    positions = hf_config.get("max_source_positions")
+    if encoder.processor.pad_to_window and positions and processor.nb_max_frames != 2 * positions:
+        raise UserError(
+            f"{where}.processor.pad_to_window: a window of the encoder has {2 * positions} mel frames, of the "
+            f"feature extractor {processor.nb_max_frames}; use the extractor of the same checkpoint"
+        )
+
+
+def _sides(processor: Any, key: str) -> dict[str, int]:
+    size = getattr(processor, key, None)
+    if isinstance(size, int):
+        return {"height": size, "width": size}
+    return {k: v for k, v in dict(size or {}).items() if v is not None}
+
+
+def _fit(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Cut, or pad with zeros, at the far end of every axis."""
+    array = array[tuple(slice(0, side) for side in shape)]
+    missing = [(0, side - have) for side, have in zip(shape, array.shape, strict=True)]
+    return np.pad(array, missing) if any(after for _, after in missing) else np.ascontiguousarray(array)

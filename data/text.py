@@ -1,0 +1,233 @@
+"""From a sample to token ids, targets and placeholder slots: tokenizer, chat template and label rule in one object."""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.chat import ChatRenderer, Rendered
+from data.errors import RowError
+from data.labels import Ranges, check_decodes, gaps, shift_labels, target_ranges, target_tokens
+from data.placeholders import Placeholder
+from data.rows import MAX_MEDIA, MEDIA_BASE, Sample
+
+_MEDIA = re.compile(f"[{chr(MEDIA_BASE)}-{chr(MEDIA_BASE + MAX_MEDIA - 1)}]")
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """A sample with one placeholder token for each medium.
+
+    ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
+    medium's placeholder, by ordinal, increasing.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    slots: tuple[int, ...]
+
+    def expand(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """(input_ids int64 [T], labels int64 [T], offset of each medium) with its placeholder `rows` times.
+
+        labels are shifted: labels[t] is the token that position t predicts, -100 where there is none.
+        """
+        repeats = np.ones(len(self.ids), dtype=np.int64)
+        repeats[list(self.slots)] = rows
+        offsets = np.cumsum(repeats) - repeats
+        input_ids = np.repeat(self.ids, repeats)
+        labels = shift_labels(input_ids, np.repeat(self.targets, repeats))
+        return input_ids, labels, tuple(int(offsets[slot]) for slot in self.slots)
+
+
+class TextProcessor:
+    """Tokenizer, chat template, label rule and placeholders.
+
+    tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
+    placeholders: encoder name -> its token. loss_on: "assistant", "last_assistant" or "all".
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        placeholders: Mapping[str, Placeholder],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        loss_on: str = "assistant",
+    ):
+        self.tokenizer = tokenizer
+        self.placeholders = dict(placeholders)
+        self.chat_template = chat_template or tokenizer.chat_template
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.loss_on = loss_on
+        self._by_modality = {p.modality: p for p in self.placeholders.values()}
+        own = {p.token for p in self.placeholders.values()}
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | own
+        special |= {token for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
+        self._special = _any_of(special)
+        self._chat = ChatRenderer(self._render(None), _any_of(special - own - {tokenizer.bos_token}))
+        self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self._by_modality)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows the embedding needs at least: the largest token id that can occur, plus one."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def describe(self, embedding_rows: int | None = None) -> str:
+        """What stands for media in the text. embedding_rows: those of the LLM before training."""
+        lines = []
+        for name, placeholder in self.placeholders.items():
+            origin = "added to the tokenizer" if placeholder.added else "already in the tokenizer"
+            lines.append(f"{name}: {placeholder.token} (id {placeholder.id}, {origin}), once per feature row")
+        if not lines or embedding_rows is None:
+            return "\n".join(lines)
+        if self.vocabulary_size > embedding_rows:
+            lines.append(
+                f"the embedding grows from {embedding_rows} to {self.vocabulary_size} rows; feature rows take the "
+                "place of placeholder rows and no placeholder is a target, so the new rows do not train as inputs"
+            )
+        else:
+            lines.append(f"the embedding keeps its {embedding_rows} rows")
+        return "\n".join(lines)
+
+    def tokenise(self, sample: Sample, *, verify: bool = True) -> Tokenised:
+        """RowError when the template fails, no target is left, or with verify a target does not decode back."""
+        if sample.messages is None:
+            text, targets, literal = sample.text, [(0, len(sample.text))], [(0, len(sample.text))]
+        else:
+            rendered = self._rendered(sample)
+            text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
+            literal = sorted(piece for pieces in rendered.contents for piece in pieces)
+        text, targets, literal = self._place(text, targets, literal, sample)
+        ids, offsets = self._encode(text, literal)
+        runs = target_tokens(text, offsets, targets)
+        if verify:
+            check_decodes(self.tokenizer, text, ids, targets, runs)
+        mask = np.zeros(len(ids), dtype=bool)
+        for run in runs:
+            mask[run] = True
+        if sample.messages is None:
+            ids, mask = self._delimit(ids, mask)
+        slots = self._slots(ids, sample)
+        mask[list(slots)] = False
+        if not mask[1:].any():
+            raise RowError(
+                "no target token", f"nothing in the row is to be learnt with loss_on {self.loss_on!r}"
+            )
+        return Tokenised(ids, mask, slots)
+
+    def _render(self, tools: Sequence[Any] | None) -> Any:
+        def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            try:
+                return self.tokenizer.apply_chat_template(
+                    [{key: value for key, value in message.items() if key != "loss"} for message in messages],
+                    tools=tools,
+                    chat_template=self.chat_template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.chat_template_kwargs,
+                )
+            except Exception as error:  # noqa: BLE001 templates are programs: they fail in any way, also on purpose
+                raise RowError("chat template failed", f"{type(error).__name__}: {error}") from None
+
+        return render
+
+    def _rendered(self, sample: Sample) -> Rendered:
+        if not self.chat_template:
+            raise RowError("no chat template", "the tokenizer has none: set omni.data.chat_template")
+        rendered = self._chat.with_render(self._render(sample.tools))(sample.messages)
+        unmarked = json.dumps(sample.tools, ensure_ascii=False) if sample.tools else ""
+        if not rendered.exact:
+            unmarked += json.dumps(sample.messages, ensure_ascii=False)
+        if found := self._special.search(unmarked):
+            raise RowError("text contains a special token", f"{found[0]!r} in tools or in content that moves")
+        return rendered
+
+    def _place(
+        self, text: str, targets: Ranges, literal: Ranges, sample: Sample
+    ) -> tuple[str, Ranges, Ranges]:
+        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave it out."""
+        found = list(_MEDIA.finditer(text))
+        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
+            raise RowError(
+                "chat template drops or moves media",
+                f"{len(sample.media)} media in the row, {len(found)} rendered",
+            )
+        positions = [match.start() for match in found]
+        tokens = [self._by_modality[ref.modality].token for ref in sample.media]
+        growth = [0]
+        for token in tokens:
+            growth.append(growth[-1] + len(token) - 1)
+
+        def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
+            return [
+                (a + growth[bisect_left(positions, a)], b + growth[bisect_left(positions, b)])
+                for a, b in ranges
+            ]
+
+        holes = [(p, p + 1) for p in positions]
+        literal = [
+            gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
+        ]
+        queue = iter(tokens)
+        return _MEDIA.sub(lambda _: next(queue), text), moved(targets), moved(literal)
+
+    def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary text."""
+        found = list(self._special.finditer(text))
+        real = [m for m in found if not any(a <= m.start() and m.end() <= b for a, b in literal)]
+        if len(real) == len(found):
+            return self._plain(text, 0, split_special_tokens=False)
+        parts, at = [], 0
+        for match in real:
+            parts.append(self._plain(text[at : match.start()], at, split_special_tokens=True))
+            token = self.tokenizer.convert_tokens_to_ids(match[0])
+            parts.append((np.array([token]), np.array([match.span()])))
+            at = match.end()
+        parts.append(self._plain(text[at:], at, split_special_tokens=True))
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([offsets for _, offsets in parts])
+
+    def _plain(self, text: str, start: int, *, split_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            split_special_tokens=split_special_tokens,
+            verbose=False,
+        )
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2) + start
+        return np.array(encoded["input_ids"], dtype=np.int64), offsets
+
+    def _delimit(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A plain text begins as the tokenizer begins one and ends with the end-of-text token, a target as well."""
+        if self._bos and ids[:1] != self.tokenizer.bos_token_id:
+            ids, mask = np.append(self.tokenizer.bos_token_id, ids), np.append(False, mask)
+        eos = self.tokenizer.eos_token_id
+        if eos is not None and ids[-1] != eos:
+            ids, mask = np.append(ids, eos), np.append(mask, True)
+        return ids, mask
+
+    def _slots(self, ids: np.ndarray, sample: Sample) -> tuple[int, ...]:
+        """Positions of the placeholder tokens, which must be the row's media in order."""
+        wanted = [self._by_modality[ref.modality].id for ref in sample.media]
+        slots = np.flatnonzero(np.isin(ids, [p.id for p in self.placeholders.values()]))
+        if ids[slots].tolist() != wanted:
+            raise RowError(
+                "placeholder tokens do not match the media", f"{len(slots)} tokens for {len(wanted)} media"
+            )
+        return tuple(slots.tolist())
+
+
+def _any_of(tokens: Iterable[str | None]) -> re.Pattern[str]:
+    """Pattern of any of the tokens, longer ones first; of nothing when there is none."""
+    names = sorted((token for token in tokens if token), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
