@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 TIED_KEY = "embed"
-TIED_ATTRIBUTE = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -234,13 +233,3 @@ def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> li
         for index in range(config.num_hidden_layers)
     ]
     return [embed, *decoder, LayerDef(NormLayer, (config,)), head]
-
-
-def stage_boundaries(stages: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Where stages begin in ``build_llm_layers``'s list, and its end, from decoder-layer ranges [start,
-    stop).
-
-    The first stage also holds the embedding, the last one norm and head: P + 1 indices.
-    """
-    layers = stages[-1][1]
-    return (0, *(start + 1 for start, _ in stages[1:]), layers + 3)

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
@@ -49,6 +50,8 @@ class VitEncoder(Encoder):
             else ("tower.post_layernorm.weight", "tower.post_layernorm.bias")
         )
         self._interpolates_itself = dino
+        if not dino:
+            self.tower.embeddings.interpolate_pos_encoding = self.interpolate_positions
 
     def constants(self) -> dict[str, Tensor]:
         scales = {
@@ -68,6 +71,15 @@ class VitEncoder(Encoder):
         encoder = self.tower.encoder
         return encoder.layer if hasattr(encoder, "layer") else encoder.layers
 
+    @property
+    def _patch_convolution(self) -> nn.Conv2d:
+        embeddings = self.tower.embeddings
+        return (
+            embeddings.patch_embeddings.projection
+            if self._interpolates_itself
+            else embeddings.patch_embedding
+        )
+
     def embed(self, pixels: Tensor) -> Tensor:
         """[n, channels, height, width] -> [n, prefix + patches, C]; positions interpolated off the native
         size."""
@@ -77,11 +89,22 @@ class VitEncoder(Encoder):
         tokens = self.tower.embeddings(pixels, interpolate_pos_encoding=not native)
         return self.tower.pre_layrnorm(tokens) if hasattr(self.tower, "pre_layrnorm") else tokens
 
+    def interpolate_positions(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """Position embeddings [1, prefix + patches, C] for an image of height x width pixels (SigLIP, CLIP).
+
+        Takes the place of HF's, which reads the embedding's weight from outside its module: under ZeRO-3
+        the weight is there only while the module runs. Same arithmetic: bicubic from the native square grid.
+        """
+        del tokens
+        embeddings, prefix, side = self.tower.embeddings, self.meta.prefix, self.meta.image // self.meta.patch
+        table = embeddings.position_embedding(embeddings.position_ids)
+        grid = table[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        size = (height // self.meta.patch, width // self.meta.patch)
+        grid = F.interpolate(grid, size=size, mode="bicubic", align_corners=False)
+        return torch.cat([table[:, :prefix], grid.flatten(2).transpose(1, 2)], dim=1)
+
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
-        weight = self.tower.embeddings.patch_embedding if not self._interpolates_itself else None
-        weight = (
-            weight.weight if weight is not None else self.tower.embeddings.patch_embeddings.projection.weight
-        )
+        weight = self._patch_convolution.weight
         items: list[Tensor] = list(values)
         for shape in dict.fromkeys(value.shape for value in values):
             members = [i for i, value in enumerate(values) if value.shape == shape]

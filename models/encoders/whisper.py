@@ -82,7 +82,6 @@ class WhisperEncoder(Encoder):
         """
         tower, done = self.tower, list(windows)
         lengths = [window.shape[1] for window in windows]
-        positions = tower.embed_positions.weight
         for bucket in bucket_lengths(lengths):
             longest = lengths[bucket[0]]
             batch = torch.stack([F.pad(windows[i], (0, longest - lengths[i])) for i in bucket])
@@ -91,7 +90,7 @@ class WhisperEncoder(Encoder):
                 ends = torch.tensor([lengths[i] for i in bucket], device=hidden.device)[:, None, None]
                 hidden = hidden * (torch.arange(longest, device=hidden.device) < ends)
             hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)
-            hidden = hidden + positions[: hidden.shape[1]]
+            hidden = hidden + tower.embed_positions(torch.arange(hidden.shape[1], device=hidden.device))
             for row, i in enumerate(bucket):
                 done[i] = hidden[row, : (lengths[i] + 1) // 2]
         return done

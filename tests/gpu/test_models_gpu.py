@@ -1,0 +1,97 @@
+"""Attention back ends and packed modules on a CUDA device, against the same on the CPU in fp32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from models.attention import describe_backend, omni_attention, select_backend
+from models.encoders import build_encoder
+from models.llm import build_llm_layers
+from models.masks import MaskSpec, Packing
+from models.packed import StageState
+from tests.unit.model_helpers import ENCODERS, LLMS, encoder_section, llm_config, packed_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SEGMENTS = (130, 5, 64, 64, 1, 300, 17)
+
+
+def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
+    """(output, gradients) on the CPU in fp32, from inputs rounded to bf16."""
+    q, k, v, gradient = (x.to(device, dtype) for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    packing = Packing.of(SEGMENTS, device, mask)
+    out, _ = omni_attention(nn.Module(), *leaves, packing, scaling=0.2)
+    out.backward(gradient)
+    return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
+
+
+@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(causal=True), MaskSpec(causal=True, window=9)])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 20])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+def test_attention(mask: MaskSpec, head_dim: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    tokens = sum(SEGMENTS)
+    shapes = [
+        (1, 4, tokens, head_dim),
+        (1, 2, tokens, head_dim),
+        (1, 2, tokens, head_dim),
+        (1, tokens, 4, head_dim),
+    ]
+    tensors = [torch.randn(shape).bfloat16().float() for shape in shapes]
+    expected = attention(tensors, mask, "cpu", torch.float32)
+    got = attention(tensors, mask, "cuda", dtype)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= bound * theirs.norm()
+
+
+def test_bf16_runs_varlen_kernels() -> None:
+    cuda = torch.device("cuda")
+    causal = MaskSpec(causal=True)
+    assert select_backend(cuda, torch.bfloat16, 64, causal).name in ("flash_attn", "varlen")
+    assert select_backend(cuda, torch.float32, 64, causal).name == "sdpa"
+    assert "cuda, bfloat16" in describe_backend("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", list(LLMS))
+def test_llm_layers(name: str) -> None:
+    """All layers of a family, fp32: features, loss gradient, parameters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**llm_config(name))
+    modules = [definition.build() for definition in build_llm_layers(config)[:-1]]
+    results = []
+    for device in ("cpu", "cuda"):
+        copies = [copy.deepcopy(module).to(device) for module in modules]
+        batch = packed_batch((33, 5, 1, 20), vocab=61)
+        batch.feature_positions, batch.features = torch.tensor([3, 35]), torch.ones(2, 32)
+        state = StageState(batch.to(device))
+        for module in copies:
+            state = module(state)
+        state.hidden.square().sum().backward()
+        results.append([state.hidden, *(p.grad for module in copies for p in module.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-3, atol=1e-3 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(ENCODERS))
+def test_encoders(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**ENCODERS[name])
+    encoder = build_encoder("x", encoder_section(ENCODERS[name]), config, 24)
+    sizes = [(8, 33), (8, 95), (8, 7)] if name == "whisper" else [(3, 16, 16), (3, 8, 20), (3, 16, 16)]
+    values = [torch.randn(size) for size in sizes]
+    expected = encoder(values)
+    moved = copy.deepcopy(encoder).to("cuda", dtype)
+    rows = moved([value.cuda() for value in values])
+    rows.float().sum().backward()
+    bound = 1e-3 if dtype == torch.float32 else 5e-2
+    assert (rows.float().cpu() - expected).norm() <= bound * expected.norm()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in moved.parameters() if p.requires_grad)
