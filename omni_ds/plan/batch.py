@@ -69,9 +69,10 @@ def assign(
         found = lists(costs, media, tokens, replicas, micro_batches, budget)
         if found is None:
             raise UserError(
-                f"gradient_accumulation_steps {micro_batches}: {len(samples)} samples with {sum(tokens)} tokens "
-                f"do not fit {replicas} x {micro_batches} micro-batches of max_tokens_per_micro_batch {budget}; "
-                "raise either of the two, or leave gradient_accumulation_steps out"
+                f"gradient_accumulation_steps {micro_batches}: {len(samples)} samples with {sum(tokens)} "
+                f"tokens do not fit {replicas} x {micro_batches} micro-batches of "
+                f"max_tokens_per_micro_batch {budget}; raise either of the two, "
+                "or leave gradient_accumulation_steps out"
             )
     else:
         count = max(1, min(fill, -(-len(samples) // replicas)), -(-sum(tokens) // (budget * replicas)))

@@ -127,12 +127,11 @@ def _placement(plan: Plan) -> str:
         lines.append(f"  stage {s}: {', '.join(parts)}")
     where = "every rank" if plan.options.placement == "colocated" else "stage 0 (replicated on every rank)"
     for meta in plan.encoders:
-        trains = [
-            n for n, t in (("tower", meta.tower_trainable), ("projector", meta.projector_trainable)) if t
-        ]
+        parts = (("tower", meta.tower_trainable), ("projector", meta.projector_trainable))
+        trains = [name for name, trainable in parts if trainable]
         lines.append(
-            f"  encoder {meta.name} ({meta.model_type}): {where}, ZeRO-{plan.options.encoder_zero_stage} over the "
-            f"world, trains {' and '.join(trains) or 'nothing'}"
+            f"  encoder {meta.name} ({meta.model_type}): {where}, ZeRO-{plan.options.encoder_zero_stage} "
+            f"over the world, trains {' and '.join(trains) or 'nothing'}"
         )
     return "\n".join(lines)
 

@@ -33,9 +33,11 @@ def validate_step(plan: Plan, step_plan: StepPlan) -> ActionGraph:
             replica = step_plan.replica_of(rank)
             check_counts(plan, step_plan, rank, actions)
             check_order(rank, actions, {w.index: w.micro_batches for w in replica.windows})
-            check_memory(plan, replica, rank, actions)
+            check_local(rank, actions, replica)
         graph = plan_graph(plan, step_plan)
         graph.order()
+        for rank, actions in programs.items():
+            check_memory(plan, step_plan.replica_of(rank), rank, actions)
     except ScheduleError as error:
         raise ScheduleError(f"{error}\n{order_grid(programs, mark=error.where)}", error.where) from None
     return graph
@@ -197,7 +199,6 @@ def check_local(rank: int, actions: Sequence[Action], replica: ReplicaPlan) -> N
 
 def check_memory(plan: Plan, replica: ReplicaPlan, rank: int, actions: Sequence[Action]) -> None:
     """Live micro-batches as 1F1B promises (stages - stage), live windows within the schedule's bound."""
-    check_local(rank, actions, replica)
     stage = plan.mesh.coords(rank).pipe
     compute = tuple(a for a in actions if a.kind not in SENDS and a.kind not in RECEIVES)
     micro_batches, windows = peak_live(compute)
