@@ -127,7 +127,8 @@ class _Weaver:
             for m in members:
                 self.window_of[m] = w
         self.encoded = [0] * len(self.windows)  # latest end over the stages that have started it
-        self.missing = [self.stages] * len(self.windows)
+        # A stage without a share holds nobody up.
+        self.missing = [sum(cost > 0 for cost in row) for row in self.ef]
         self.last_of = {members[-1]: w for w, members in enumerate(self.windows)}
         self.released = [-1] * len(self.windows)
         self.out: list[list[Action]] = [[] for _ in stages]
@@ -232,10 +233,11 @@ class _Weaver:
     def _encode(self, stage: int, w: int, now: int) -> None:
         end = self._emit(stage, Action(Kind.EF, self.numbers[w]), now, self.ef[w][stage])
         self.ef_next[stage] += 1
-        self.encoded[w] = max(self.encoded[w], end)
-        self.missing[w] -= 1
-        if not self.missing[w]:
-            self._wake(0, now)
+        if self.ef[w][stage]:
+            self.encoded[w] = max(self.encoded[w], end)
+            self.missing[w] -= 1
+            if not self.missing[w]:
+                self._wake(0, now)
 
     def _encode_backward(self, stage: int, w: int, now: int) -> None:
         self._emit(stage, Action(Kind.EB, self.numbers[w]), now, self.eb[w][stage])

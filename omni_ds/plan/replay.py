@@ -36,7 +36,10 @@ def replay(
             if s:
                 return [(Kind.F, s - 1, index)]
             w = window_of.get(index)
-            return [] if w is None else [(Kind.EF, source, encoder.number(w)) for source in sources]
+            if w is None:
+                return []
+            shares = encoder.forward[w]
+            return [(Kind.EF, source, encoder.number(w)) for source in sources if together or shares[source]]
         if kind is Kind.B:
             return [(Kind.B, s + 1, index) if s < last else (Kind.F, s, index)]
         if kind is Kind.EB and s in sources:

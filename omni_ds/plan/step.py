@@ -189,8 +189,8 @@ def _encoder_work(
                 lane = loads[stage * lanes : (stage + 1) * lanes]
                 f[stage] += max(sum(x for x, _ in load) for load in lane)
                 b[stage] += max(sum(x for _, x in load) for load in lane)
-        forward.append(tuple(x // len(windows) for x in f))
-        backward.append(tuple(x // len(windows) for x in b))
+        forward.append(tuple(-(-x // len(windows)) for x in f))
+        backward.append(tuple(-(-x // len(windows)) for x in b))
     return EncoderWork(
         tuple(windows[0][w].micro_batches for w in active),
         tuple(forward),
