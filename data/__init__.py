@@ -4,6 +4,6 @@
                     -> media -> preprocess     (planned shapes from headers, arrays of exactly these shapes)
     index (what the plan needs of every sample, cached) -> sampler -> loader (one StepBatch a step)
 
-Nothing here talks to other ranks; the order of samples and every planned number is a function of the files and the
-configuration.
+Nothing here talks to other ranks; the order of samples and every planned number is a function of the files
+and the configuration.
 """

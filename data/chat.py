@@ -1,10 +1,10 @@
 """Render a conversation and find which characters of the rendering are whose.
 
-HF's assistant mask needs `{% generation %}` in the template and prefix differencing breaks on templates that rewrite
-earlier turns, so spans are found by marking: the conversation is rendered once as it is and once with a private
-character around every piece of content. Without its marks the second rendering must equal the first; then the marks
-say where each piece stands. A thought (`<think>...</think>`) and the answer after it are separate pieces, because
-templates move, drop or re-space thoughts.
+HF's assistant mask needs `{% generation %}` in the template and prefix differencing breaks on templates that
+rewrite earlier turns, so spans are found by marking: the conversation is rendered once as it is and once with
+a private character around every piece of content. Without its marks the second rendering must equal the
+first; then the marks say where each piece stands. A thought (`<think>...</think>`) and the answer after it
+are separate pieces, because templates move, drop or re-space thoughts.
 """
 
 import copy
@@ -28,8 +28,8 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 class Turn:
     """Characters [start, stop) of the rendering that the assistant writes in answer to what precedes them.
 
-    message: index into the messages. They include thoughts that the template kept, tool calls and the end-of-turn
-    token, not the header and not an empty thought.
+    message: index into the messages. They include thoughts that the template kept, tool calls and the
+    end-of-turn token, not the header and not an empty thought.
     """
 
     message: int
@@ -39,8 +39,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: the conversation; turns: the assistant's, in order; contents: per message, the characters [start, stop)
-    that come from its content, or None where they could not be told apart (`exact` is False then)."""
+    """text: the conversation; turns: the assistant's, in order; contents: per message, the characters [start,
+    stop) that come from its content, or None where they could not be told apart (`exact` is False then)."""
 
     text: str
     turns: tuple[Turn, ...]
@@ -131,7 +131,8 @@ class ChatRenderer:
             if found >= 0:
                 return found + len(header)
         if messages[index].get("tool_calls") and index:
-            # No generation prompt and the call's opening words are not marked: the prefix says where they begin.
+            # No generation prompt and the call's opening words are not marked: the prefix says where they
+            # begin.
             try:
                 prefix = self.render(messages[:index], True)
             except RowError:
@@ -143,7 +144,7 @@ class ChatRenderer:
 
 
 def _generation_prompts(render: Render) -> tuple[str, ...]:
-    """What the template appends to ask for an answer, longest first; without a thought it may hold as well."""
+    """What the template appends to ask for an answer; as a second form, that without a thought."""
     probe = [{"role": "user", "content": "x"}]
     try:
         bare, asking = render(probe, False), render(probe, True)
@@ -187,7 +188,7 @@ def _mark_strings(value: Any, mark: str) -> Any:
 
 
 def _around(text: str, mark: str) -> str:
-    """Marks inside the outer white space, so that a template that strips does the same with and without them."""
+    """Marks inside the outer white space, so that a template that strips does the same with them."""
     core = text.strip()
     if not core:
         return text

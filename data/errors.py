@@ -4,7 +4,8 @@
 class RowError(Exception):
     """A row that cannot be used.
 
-    reason: short and the same for all rows with this problem (they are counted by it); detail: this row's case.
+    reason: short and the same for all rows with this problem (they are counted by it); detail: this row's
+    case.
     """
 
     def __init__(self, reason: str, detail: str = ""):
@@ -14,4 +15,6 @@ class RowError(Exception):
 
 
 class MediaError(RowError):
-    """A medium that cannot be read: at index time the row is skipped, at load time the sample loses its labels."""
+    """A medium that cannot be read: at index time the row is skipped, at load time the sample loses its
+    labels.
+    """

@@ -1,158 +1,21 @@
-"""The data set as the rest of the program sees it: numbers of every sample, token ids and media on demand."""
+"""Open sets of samples: find the cached index of each source, or make it."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data.errors import MediaError, RowError
+from data.dataset import EncodedSample, IndexedDataset
 from data.index_build import Measurer, build_index, describe_skip
 from data.index_store import Record, SourceIndex, cache_path, fingerprint
 from data.preprocess import Preprocess
-from data.rows import RowReader, Sample
-from data.sources import Source, open_source
+from data.rows import RowReader
+from data.sources import open_source
 from data.text import TextProcessor
 from omni_ds.errors import UserError
-from omni_ds.plan.sample import Item, SampleMeta
 
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """input_ids: int64 [tokens]. labels: int64 [tokens], labels[t] is what position t predicts, -100 nothing."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    meta: SampleMeta
-
-
-class IndexedDataset:
-    """Usable samples of one or more sources, numbered through from 0.
-
-    source_ranges: (start, stop) of each source's samples. weights: of each source. skipped: rows left out, by reason.
-    text, media, metas: what the samples were measured with.
-    """
-
-    def __init__(
-        self,
-        measurers: Sequence[Measurer],
-        indexes: Sequence[SourceIndex],
-        weights: Sequence[float],
-    ):
-        self._measurers, self._indexes = list(measurers), list(indexes)
-        self.weights = tuple(weights)
-        stops = np.cumsum([len(index) for index in indexes])
-        self.source_ranges = tuple(
-            (int(stop) - len(index), int(stop)) for index, stop in zip(indexes, stops, strict=True)
-        )
-        self.skipped: Counter[str] = sum((index.skipped for index in indexes), Counter())
-        self.text: TextProcessor = measurers[0].text
-        self.media: Mapping[str, Preprocess] = measurers[0].media
-        self.encoder_metas = measurers[0].metas
-        self._stops = stops
-        self._make_caches()
-
-    def _make_caches(self) -> None:
-        self._measure = lru_cache(4096)(lambda encoder, shape: self.encoder_metas[encoder].measure(shape))
-        self._sample = lru_cache(16)(self._read)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_measure", "_sample")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_caches()
-
-    def __len__(self) -> int:
-        return int(self._stops[-1])
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of each source."""
-        return tuple(stop - start for start, stop in self.source_ranges)
-
-    def _find(self, row: int) -> tuple[Measurer, SourceIndex, int]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"sample {row} of {len(self)}")
-        number = int(np.searchsorted(self._stops, row, side="right"))
-        return self._measurers[number], self._indexes[number], row - self.source_ranges[number][0]
-
-    def where(self, row: int) -> str:
-        """File and row (or line) of a sample, for messages."""
-        measurer, index, local = self._find(row)
-        return measurer.source.location(int(index.rows[local]))
-
-    def meta(self, row: int) -> SampleMeta:
-        """Numbers of one sample; nothing is read."""
-        _, index, local = self._find(row)
-        items = []
-        for ordinal, (encoder, shape, offset) in enumerate(index.items(local)):
-            segments, rows = self._measure(encoder, shape)
-            items.append(Item(row, ordinal, encoder, shape, segments, rows, ((offset, rows),)))
-        return SampleMeta(
-            row,
-            int(index.tokens[local]),
-            int(index.target_tokens[local]),
-            tuple(items),
-            index.task_names[index.tasks[local]],
-        )
-
-    def metas(self, rows: Sequence[int]) -> list[SampleMeta]:
-        return [self.meta(row) for row in rows]
-
-    def _read(self, row: int) -> Sample:
-        measurer, index, local = self._find(row)
-        return measurer.reader.read(measurer.source[int(index.rows[local])])
-
-    def encode(self, row: int) -> EncodedSample:
-        """Token ids and labels, exactly as measured. UserError when the data file has changed since."""
-        meta = self.meta(row)
-        try:
-            tokenised = self.text.tokenise(self._sample(row), verify=False)
-            input_ids, labels, offsets = tokenised.expand([item.rows for item in meta.items])
-        except (RowError, ValueError) as error:
-            raise UserError(
-                f"{self.where(row)}: changed while it was in use ({error}); start again"
-            ) from None
-        spans = tuple(item.spans[0][0] for item in meta.items)
-        if (
-            len(input_ids) != meta.tokens
-            or int((labels >= 0).sum()) != meta.target_tokens
-            or offsets != spans
-        ):
-            raise UserError(
-                f"{self.where(row)}: is not what was indexed; start again to index the new content"
-            )
-        return EncodedSample(input_ids, labels, meta)
-
-    def load_media(self, row: int, ordinal: int) -> np.ndarray:
-        """float32 of the planned shape, image [3, height, width], audio [n_mels, frames]. MediaError."""
-        item = self.meta(row).items[ordinal]
-        try:
-            return self.media[item.encoder].load(self._sample(row).media[ordinal], item.shape)
-        except RowError as error:
-            raise MediaError(error.reason, f"{self.where(row)}: {error.detail}") from None
-
-    def blank_media(self, row: int, ordinal: int) -> np.ndarray:
-        """Zeros in the place of a medium that cannot be loaded."""
-        item = self.meta(row).items[ordinal]
-        return self.media[item.encoder].blank(item.shape)
-
-    def describe(self) -> str:
-        """Samples, tokens and skips of each source, a line each."""
-        lines = []
-        for measurer, index in zip(self._measurers, self._indexes, strict=True):
-            skipped = ", ".join(f"{count} {reason}" for reason, count in index.skipped.most_common())
-            lines.append(
-                f"{measurer.source.name}: {len(index)} samples, {int(index.tokens.sum())} tokens, "
-                f"{int(index.target_tokens.sum())} of them targets, {len(index.item_encoders)} media"
-                + (f"; skipped: {skipped}" if skipped else "")
-            )
-        return "\n".join(lines)
+__all__ = ["EncodedSample", "IndexedDataset", "open_dataset"]
 
 
 def open_dataset(
@@ -164,58 +27,62 @@ def open_dataset(
     *,
     builder: bool,
     barrier: Callable[[], None] | None = None,
-    where: str = "omni.data.train",
+    where: str = "omni.data",
 ) -> IndexedDataset:
-    """Open sets of samples and their index.
+    """Open sets of samples with their index.
 
     sources: `SourceConfig`s. cfg: the `DataConfig`. media, metas: encoder name -> preprocessing, EncoderMeta.
-    builder: whether this process makes the index where none is cached; the others read it after `barrier()`, which
-    every process passes once. UserError when a set is missing, when nothing is left of it, when more than
-    `max_skip_fraction` was skipped, or at the first bad row if `on_error` says so; on every rank alike.
+    builder: whether this process makes an index that is not cached. The others read it after `barrier()`,
+    which every process passes once; without a barrier the caller opens as builder first.
+    UserError when a set is missing or empty, when nothing of it can be used, when more than
+    `max_skip_fraction` of the rows was skipped, or at the first bad row if `on_error` says so.
     """
-    measurers = [_measurer(source, cfg, text, media, metas) for source in sources]
-    for number, measurer in enumerate(measurers):
-        if not len(measurer.source):
-            raise UserError(f"{where}[{number}]: {sources[number].path} has no rows")
-    limits = [source.max_samples or len(m.source) for source, m in zip(sources, measurers, strict=True)]
-    counts = [min(limit, len(m.source)) for limit, m in zip(limits, measurers, strict=True)]
-    paths = [
-        _path(source, cfg, m, count) for source, m, count in zip(sources, measurers, counts, strict=True)
-    ]
+    measurers = []
+    for source in sources:
+        measurers.append(_measurer(source, cfg, text, media, metas))
+        if not measurers[-1].rows:
+            raise UserError(f"{where}: {source.path} has no rows")
+    paths = [_path(source, cfg, measurer) for source, measurer in zip(sources, measurers, strict=True)]
+    opened = list(zip(measurers, paths, strict=True))
     raise_first = cfg.on_error == "raise"
-    indexes: list[SourceIndex] = []
     if builder:
         try:
-            for measurer, count, path in zip(measurers, counts, paths, strict=True):
-                indexes.append(_build(measurer, count, path, raise_first))
+            indexes = [_build(measurer, path, raise_first) for measurer, path in opened]
         finally:
             if barrier is not None:
                 barrier()
     else:
         if barrier is not None:
             barrier()
-        for measurer, count, path in zip(measurers, counts, paths, strict=True):
-            indexes.append(_read(measurer, count, path, raise_first))
+        indexes = [_read(measurer, path, raise_first) for measurer, path in opened]
     dataset = IndexedDataset(measurers, indexes, [source.weight for source in sources])
-    _check(dataset, measurers, indexes, counts, cfg, where)
+    _check(dataset, measurers, indexes, cfg, where)
     return dataset
 
 
 def _measurer(source: Any, cfg: Any, text: TextProcessor, media: Mapping, metas: Mapping) -> Measurer:
-    opened: Source = open_source(source.path, source.split, source.name, cfg.cache_dir)
+    opened = open_source(source.path, source.split, source.name, cfg.cache_dir)
     media_dir = Path(source.media_dir).expanduser() if source.media_dir else opened.folder
-    reader = RowReader(text.modalities, media_dir, source.columns, source.query)
-    return Measurer(opened, reader, text, media, metas, cfg.max_length, cfg.max_tokens_per_micro_batch)
+    return Measurer(
+        source=opened,
+        rows=min(len(opened), source.max_samples or len(opened)),
+        reader=RowReader(text.modalities, media_dir, source.columns, source.query),
+        text=text,
+        media=media,
+        metas=metas,
+        max_length=cfg.max_length,
+        max_tokens_per_micro_batch=cfg.max_tokens_per_micro_batch,
+    )
 
 
-def _path(source: Any, cfg: Any, measurer: Measurer, count: int) -> Path | None:
-    reading = [str(measurer.reader.media_dir.resolve()), source.columns, source.query, count]
+def _path(source: Any, cfg: Any, measurer: Measurer) -> Path | None:
+    reading = [str(measurer.reader.media_dir.resolve()), source.columns, source.query, measurer.rows]
     limits = [cfg.max_length, cfg.max_tokens_per_micro_batch]
     key = fingerprint(measurer.source, reading, measurer.text, measurer.media, measurer.metas, limits)
     return cache_path(cfg.cache_dir, measurer.source, key)
 
 
-def _build(measurer: Measurer, count: int, path: Path | None, raise_first: bool) -> SourceIndex:
+def _build(measurer: Measurer, path: Path | None, raise_first: bool) -> SourceIndex:
     """The cached index, or a new one, written to `path`. A failure is left there for the other ranks."""
     failure = path.with_suffix(".error") if path else None
     if failure:
@@ -224,7 +91,7 @@ def _build(measurer: Measurer, count: int, path: Path | None, raise_first: bool)
     if cached is not None and not _mended(measurer, cached):
         return cached
     try:
-        index = build_index(measurer, count, raise_first=raise_first)
+        index = build_index(measurer, raise_first=raise_first)
     except UserError as error:
         if failure:
             with suppress(OSError):
@@ -234,22 +101,24 @@ def _build(measurer: Measurer, count: int, path: Path | None, raise_first: bool)
         try:
             index.save(path)
         except OSError as error:
-            raise UserError(f"the sample index cannot be written to {path.parent}: {error}; "
-                            "set omni.data.cache_dir to a folder with space") from None  # fmt: skip
+            raise UserError(
+                f"omni.data.cache_dir: the sample index cannot be written to {path.parent} ({error}); "
+                "name a folder with space"
+            ) from None
     return index
 
 
 def _mended(measurer: Measurer, index: SourceIndex) -> bool:
-    """Whether a row that was skipped for its media can be used now (media files are not in the fingerprint)."""
+    """Whether a row skipped for its media can be used now; media files are not in the fingerprint."""
     return any(isinstance(measurer.measure(int(row)), Record) for row in index.media_skips[:1000])
 
 
-def _read(measurer: Measurer, count: int, path: Path | None, raise_first: bool) -> SourceIndex:
+def _read(measurer: Measurer, path: Path | None, raise_first: bool) -> SourceIndex:
     """What the builder left; where its disk is not shared, the same work again."""
     if path and path.with_suffix(".error").is_file():
         raise UserError(path.with_suffix(".error").read_text())
     cached = _cached(path)
-    return cached if cached is not None else build_index(measurer, count, raise_first=raise_first, quiet=True)
+    return cached if cached is not None else build_index(measurer, raise_first=raise_first, quiet=True)
 
 
 def _cached(path: Path | None) -> SourceIndex | None:
@@ -265,29 +134,31 @@ def _check(
     dataset: IndexedDataset,
     measurers: Sequence[Measurer],
     indexes: Sequence[SourceIndex],
-    counts: Sequence[int],
     cfg: Any,
     where: str,
 ) -> None:
-    examples = [
-        describe_skip(m.source, skip)
-        for m, index in zip(measurers, indexes, strict=True)
-        for skip in index.examples
-    ]
-    if cfg.on_error == "raise" and examples:
-        raise UserError(examples[0] + '; data.on_error is "raise"')
+    def examples(limit: int, only: SourceIndex | None = None) -> str:
+        found = [
+            describe_skip(measurer.source, skip)
+            for measurer, index in zip(measurers, indexes, strict=True)
+            for skip in index.examples
+            if only is None or index is only
+        ]
+        return "; ".join(found[:limit])
+
+    if cfg.on_error == "raise" and dataset.skipped:
+        raise UserError(f'{examples(1)}; omni.data.on_error is "raise"')
     for measurer, index in zip(measurers, indexes, strict=True):
         if not len(index):
             raise UserError(
-                f"{where}: no row of {measurer.source.name} can be used: {_reasons(index.skipped)}; for example "
-                + "; ".join(describe_skip(measurer.source, skip) for skip in index.examples[:3])
+                f"{where}: no row of {measurer.source.name} can be used: {_reasons(index.skipped)}; "
+                f"for example {examples(3, index)}"
             )
-    skipped, total = dataset.skipped.total(), sum(counts)
+    skipped, total = dataset.skipped.total(), sum(measurer.rows for measurer in measurers)
     if skipped > cfg.max_skip_fraction * total:
         raise UserError(
-            f"{where}: {skipped} of {total} rows cannot be used, more than data.max_skip_fraction "
-            f"{cfg.max_skip_fraction:g} allows: {_reasons(dataset.skipped)}; for example "
-            + "; ".join(examples[:5])
+            f"{where}: {skipped} of {total} rows cannot be used, more than omni.data.max_skip_fraction "
+            f"{cfg.max_skip_fraction:g} allows: {_reasons(dataset.skipped)}; for example {examples(5)}"
         )
 
 

@@ -1,4 +1,6 @@
-"""Measure every row of a source once: token counts, targets, planned shapes; in several processes for large ones."""
+"""Measure every row of a source once: token counts, targets, planned shapes; in several processes for large
+ones.
+"""
 
 import multiprocessing
 import os
@@ -24,9 +26,10 @@ _MAX_PROCESSES = 16
 
 @dataclass(frozen=True)
 class Measurer:
-    """Everything that is needed to measure a row of one source."""
+    """Everything that is needed to measure the first `rows` rows of one source."""
 
     source: Source
+    rows: int
     reader: RowReader
     text: TextProcessor
     media: Mapping[str, Preprocess]
@@ -56,10 +59,10 @@ class Measurer:
         input_ids, labels, offsets = tokenised.expand(counts)
         tokens = len(input_ids)
         if tokens > self.max_length:
-            raise RowError("longer than data.max_length", f"{tokens} tokens, {self.max_length} allowed")
+            raise RowError("longer than max_length", f"{tokens} tokens, {self.max_length} allowed")
         if tokens > self.max_tokens_per_micro_batch:
             raise RowError(
-                "longer than data.max_tokens_per_micro_batch",
+                "longer than max_tokens_per_micro_batch",
                 f"{tokens} tokens, {self.max_tokens_per_micro_batch} allowed",
             )
         items = tuple(
@@ -71,14 +74,15 @@ class Measurer:
         return [self.measure(row) for row in rows]
 
 
-def build_index(measurer: Measurer, rows: int, *, raise_first: bool, quiet: bool = False) -> SourceIndex:
-    """Measure rows 0 .. rows-1 in order. UserError at the first unusable row when raise_first."""
+def build_index(measurer: Measurer, *, raise_first: bool, quiet: bool = False) -> SourceIndex:
+    """Measure every row, in order. UserError at the first unusable one when raise_first."""
+    rows = measurer.rows
     chunks = [range(start, min(start + _CHUNK, rows)) for start in range(0, rows, _CHUNK)]
     results: list[Record | Skip] = []
-    for part in _progress(_measured(measurer, chunks, rows), len(chunks), measurer.source, quiet):
+    for part in _progress(_measured(measurer, chunks), len(chunks), measurer.source, quiet):
         for result in part:
             if raise_first and isinstance(result, Skip):
-                raise UserError(describe_skip(measurer.source, result) + '; data.on_error is "raise"')
+                raise UserError(describe_skip(measurer.source, result) + '; omni.data.on_error is "raise"')
         results += part
     return SourceIndex.from_results(results, list(measurer.media))
 
@@ -95,9 +99,9 @@ def _work(rows: range) -> list[Record | Skip]:
     return _shared.measure_chunk(rows)
 
 
-def _measured(measurer: Measurer, chunks: list[range], rows: int) -> Iterator[list[Record | Skip]]:
+def _measured(measurer: Measurer, chunks: list[range]) -> Iterator[list[Record | Skip]]:
     processes = min(os.cpu_count() or 1, _MAX_PROCESSES, len(chunks))
-    if rows < _SMALL or processes < 2:
+    if measurer.rows < _SMALL or processes < 2:
         yield from map(measurer.measure_chunk, chunks)
         return
     global _shared

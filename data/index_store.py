@@ -1,4 +1,6 @@
-"""The index of one source on disk: numbers of every usable row, what was skipped, and when the file is still valid."""
+"""The index of one source on disk: numbers of every usable row, what was skipped, and when the file is still
+valid.
+"""
 
 import hashlib
 import json
@@ -27,7 +29,9 @@ _LEARNING_ONLY = (
 
 @dataclass(frozen=True)
 class Skip:
-    """A row that cannot be used. reason: what it is counted by; detail: its own case; media: a file is to blame."""
+    """A row that cannot be used. reason: what it is counted by; detail: its own case; media: a file is to
+    blame.
+    """
 
     row: int
     reason: str
@@ -50,9 +54,10 @@ class Record:
 class SourceIndex:
     """Columns over the usable rows of a source [n] and over their media [m].
 
-    rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item columns
-    item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side), item_offsets [m].
-    skipped: rows by reason; examples: the first skips of each reason; media_skips: rows skipped for their media.
+    rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
+    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side),
+    item_offsets [m]. skipped: rows by reason; examples: the first skips of each reason; media_skips: rows
+    skipped for their media.
     """
 
     rows: np.ndarray
@@ -71,6 +76,14 @@ class SourceIndex:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def digest(self) -> str:
+        """Hash of the numbers of all usable rows."""
+        arrays = [value for name, value in sorted(vars(self).items()) if isinstance(value, np.ndarray)]
+        hashed = hashlib.sha256(json.dumps([self.encoder_names, self.task_names]).encode())
+        for array in arrays:
+            hashed.update(np.ascontiguousarray(array).tobytes())
+        return hashed.hexdigest()
 
     def items(self, index: int) -> list[tuple[str, tuple[int, ...], int]]:
         """(encoder, shape, token offset) of each medium of usable row number `index`."""
@@ -138,7 +151,9 @@ class SourceIndex:
 
 
 def cache_path(cache_dir: str | None, source: Source, fingerprint: str) -> Path | None:
-    """File of the index: in `cache_dir`, else beside the data, else in the user's cache; None when none is writable."""
+    """File of the index: in `cache_dir`, else beside the data, else in the user's cache; None when none is
+    writable.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni_ds"
     beside = [source.folder / ".omni_cache"] if source.local else []
     folders = [Path(cache_dir).expanduser()] if cache_dir else [*beside, home]
@@ -179,7 +194,8 @@ def fingerprint(
         for name, p in media.items()
     }
     parts = [
-        VERSION, source.fingerprint, reading, tokenizer, text.tokenizer.special_tokens_map, text.chat_template,
-        text.chat_template_kwargs, text.loss_on, text.placeholders, processors, measured, limits,
+        VERSION, source.fingerprint, reading, tokenizer, text.tokenizer.special_tokens_map,
+        text.chat_template, text.chat_template_kwargs, text.loss_on, text.placeholders, processors, measured,
+        limits,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -17,8 +17,8 @@ Ranges = list[tuple[int, int]]
 def target_ranges(sample: Sample, rendered: Rendered, loss_on: str) -> Ranges:
     """What of a rendered conversation is to be learnt.
 
-    loss_on: "assistant" every assistant turn, "last_assistant" the last one, "all" every character of the rendering.
-    A message with `"loss": false` is left out in each case.
+    loss_on: "assistant" every assistant turn, "last_assistant" the last one, "all" every character of the
+    rendering. A message with `"loss": false` is left out in each case.
     """
     silent = {i for i, message in enumerate(sample.messages) if message.get("loss") is False}
     turns = {turn.message: (turn.start, turn.stop) for turn in rendered.turns}
@@ -52,8 +52,8 @@ def gaps(start: int, stop: int, holes: Ranges) -> Ranges:
 def target_tokens(text: str, offsets: np.ndarray, ranges: Ranges) -> list[slice]:
     """Runs of tokens that make up each range.
 
-    offsets: int64 [t, 2], characters of each token. RowError when a token also covers neighbouring characters other
-    than white space: the model would learn a token that no prompt leaves it to write.
+    offsets: int64 [t, 2], characters of each token. RowError when a token also covers neighbouring characters
+    other than white space: the model would learn a token that no prompt leaves it to write.
     """
     starts, stops = offsets[:, 0], offsets[:, 1]
     runs = []

@@ -37,7 +37,9 @@ class MediaRef:
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """Image: height and width in pixels as displayed (EXIF rotation applied). Audio: samples per channel, rate in Hz."""
+    """Image: height and width in pixels as displayed (EXIF rotation applied). Audio: samples per channel,
+    rate in Hz.
+    """
 
     modality: str
     height: int = 0
@@ -47,7 +49,9 @@ class MediaHeader:
 
 
 def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:
-    """A medium as it stands in a row: path, file or data URL, bytes, base64, HF feature dict, array, PIL image."""
+    """A medium as it stands in a row: path, file or data URL, bytes, base64, HF feature dict, array, PIL
+    image.
+    """
     if isinstance(value, str):
         return _from_string(modality, value, media_dir)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -123,7 +127,7 @@ def _image_header(ref: MediaRef) -> MediaHeader:
             width, height = image.size
             if image.getexif().get(0x0112) in _TRANSPOSING_ORIENTATIONS:
                 width, height = height, width
-    except Exception as error:  # noqa: BLE001 PIL plugins raise nearly anything on damaged files
+    except Exception as error:  # PIL plugins raise nearly anything on damaged files
         raise MediaError("image file cannot be read", f"{ref}: {error}") from None
     return MediaHeader("image", height=height, width=width)
 
@@ -136,7 +140,7 @@ def _audio_header(ref: MediaRef) -> MediaHeader:
     file = _open(ref)
     try:
         info = soundfile.info(file)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise MediaError(
             "audio file cannot be read", f"{ref}: {error} (WAV, FLAC, OGG, OPUS and MP3 can)"
         ) from None
@@ -154,7 +158,7 @@ def decode_image(ref: MediaRef) -> Image.Image:
         with Image.open(file) as image:
             image.load()
             return _rgb(_displayed(image))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise MediaError("image file cannot be decoded", f"{ref}: {error}") from None
 
 
@@ -200,6 +204,6 @@ def _decoded(ref: MediaRef) -> tuple[np.ndarray, int]:
     file = _open(ref)
     try:
         samples, rate = soundfile.read(file, dtype="float32")
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise MediaError("audio file cannot be decoded", f"{ref}: {error}") from None
     return samples, rate

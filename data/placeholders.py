@@ -10,7 +10,9 @@ KNOWN = {
     "image": ("<|image_pad|>", "<image>", "<|image|>", "<image_soft_token>", "<IMG_CONTEXT>"),
     "audio": ("<|audio_pad|>", "<|AUDIO|>", "<audio>", "<|audio|>", "<audio_soft_token>"),
 }
-"""Names under which tokenizers already hold such a token, tried in this order; `<image>`, `<audio>` if none does."""
+"""Names under which tokenizers already hold such a token, tried in this order; `<image>`, `<audio>` if none
+does.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Placeholder:
 def add_placeholders(tokenizer: Any, encoders: Mapping[str, Any]) -> dict[str, Placeholder]:
     """One special token per encoder, reused where the tokenizer has one, otherwise added (in place).
 
-    encoders: name -> its section of the configuration (`modality`, `placeholder`). UserError when two encoders take
-    the same modality or share a token, or when a given placeholder is not a single special token.
+    encoders: name -> its section of the configuration (`modality`, `placeholder`). UserError when two
+    encoders take the same modality or share a token, or when a given placeholder is not a single special
+    token.
     """
     chosen: dict[str, Placeholder] = {}
     owner: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Raw media -> arrays of exactly the planned shape, with the arithmetic of HF's processors.
 
-A shape is planned from the header alone, so that token counts are known before anything is decoded; what is decoded
-later is cut or padded to it.
+A shape is planned from the header alone, so that token counts are known before anything is decoded; what is
+decoded later is cut or padded to it.
 """
 
 import math
@@ -26,7 +26,9 @@ class Preprocess(Protocol):
         """Image (height, width) in pixels, audio (mel_frames,). MediaError when the medium cannot be used."""
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
-        """float32, image [3, height, width], audio [n_mels, mel_frames]. MediaError when it cannot be decoded."""
+        """float32, image [3, height, width], audio [n_mels, mel_frames]. MediaError when it cannot be
+        decoded.
+        """
 
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:
         """Zeros in the form of `load`, for a medium that failed."""
@@ -45,7 +47,7 @@ class ImagePreprocess:
         if not self._crop and not {"height", "width"} <= set(self._size):
             raise UserError(
                 f"{where}: the towers supported yet take images of one size, but the processor's size is "
-                f"{self._size or 'not set'} and it does not crop; use a processor that resizes to height and width"
+                f"{self._size or 'not set'} and it does not crop; use one that resizes to height and width"
             )
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, int]:
@@ -68,8 +70,8 @@ class ImagePreprocess:
 class AudioPreprocess:
     """Whisper's log-mel spectrogram of a clip's own duration.
 
-    max_seconds: longer clips are refused. pad_to_window: silence is added up to a whole number of the extractor's
-    chunks (30 s), as HF does.
+    max_seconds: longer clips are refused. pad_to_window: silence is added up to a whole number of the
+    extractor's chunks (30 s), as HF does.
     """
 
     modality = "audio"
@@ -119,17 +121,17 @@ class AudioPreprocess:
 def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> Preprocess:
     """Preprocessing of one encoder.
 
-    encoder: its section of the configuration. hf_config: of the tower, as a dict. The processor is the checkpoint's;
-    one without its own, or an inline config, gets a default: images resized to image_size with mean and deviation
-    0.5, audio Whisper's with num_mel_bins.
+    encoder: its section of the configuration. hf_config: of the tower, as a dict. The processor is the
+    checkpoint's; one without its own, or an inline config, gets a default: images resized to image_size with
+    mean and deviation 0.5, audio Whisper's with num_mel_bins.
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
         settings = encoder.processor
         if settings.min_pixels is not None or settings.max_pixels is not None:
             raise UserError(
-                f"{where}.processor: min_pixels and max_pixels are for encoders that take images of any size, which "
-                "come later; this tower's images all have one size. Remove the keys"
+                f"{where}.processor: min_pixels and max_pixels are for encoders that take any image size, "
+                "which come later; this tower's images all have one size. Remove the keys"
             )
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         return ImagePreprocess(processor, where)
@@ -205,8 +207,8 @@ def _check_audio(where: str, processor: Any, encoder: Any, hf_config: Mapping[st
     mels = hf_config.get("num_mel_bins", processor.feature_size)
     if processor.feature_size != mels:
         raise UserError(
-            f"{where}: the encoder takes {mels} mel bins, its feature extractor makes {processor.feature_size}; "
-            "use the extractor of the same checkpoint"
+            f"{where}: the encoder takes {mels} mel bins, its feature extractor makes "
+            f"{processor.feature_size}; use the extractor of the same checkpoint"
         )
     rate = encoder.processor.sampling_rate
     if rate is not None and rate != processor.sampling_rate:
@@ -217,8 +219,8 @@ def _check_audio(where: str, processor: Any, encoder: Any, hf_config: Mapping[st
     positions = hf_config.get("max_source_positions")
     if encoder.processor.pad_to_window and positions and processor.nb_max_frames != 2 * positions:
         raise UserError(
-            f"{where}.processor.pad_to_window: a window of the encoder has {2 * positions} mel frames, of the "
-            f"feature extractor {processor.nb_max_frames}; use the extractor of the same checkpoint"
+            f"{where}.processor.pad_to_window: a window of the encoder has {2 * positions} mel frames, of "
+            f"the feature extractor {processor.nb_max_frames}; use the extractor of the same checkpoint"
         )
 
 

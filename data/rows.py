@@ -19,8 +19,16 @@ _TAG = re.compile(r"<(image|audio|video)>")
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "assistant": "assistant", "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant", "developer": "developer",
+    "observation": "tool", "function_response": "tool", "function_call": "assistant",
+    "developer": "developer",
 }  # fmt: skip
+_SPELLINGS = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
 _PRIVATE_USE = re.compile("[\U000f0000-\U0010ffff]")
 
 
@@ -168,8 +176,7 @@ class _Placer:
         kind = part.get("type") or next((k for k in ("text", *_COLUMN) if k in part), None)
         if kind == "text":
             return _no_private(str(part.get("text", "")))
-        modality = {"image_url": "image", "input_image": "image", "input_audio": "audio", "audio_url": "audio",
-                    "video_url": "video"}.get(kind, kind)  # fmt: skip
+        modality = _SPELLINGS.get(kind, kind)
         if modality not in _COLUMN:
             raise RowError("content part of unknown type", repr(kind))
         value = next((part[key] for key in (kind, modality, "path", "url") if key in part), None)

@@ -1,4 +1,4 @@
-"""Which rows make up which global batch: a function of the sizes, the weights, the seed and the step alone."""
+"""Which rows make up which global batch: a function of sizes, weights, seed and step."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ _BLOCK = 1024  # steps whose draws from the sets are made at once
 class ShuffledStream:
     """Rows 0 .. size-1, again and again, each epoch in its own order.
 
-    Near each other no row comes twice: an epoch does not begin with rows that the previous one ended with, as far as
-    `size` leaves a choice. window: how near, in draws; aligned: draws are read in windows from the start on, so that
-    only the window across the border of two epochs matters.
+    Near each other no row comes twice: an epoch does not begin with rows that the previous one ended with, as
+    far as `size` leaves a choice. window: how near, in draws; aligned: draws are read in windows from the
+    start on, so that only the window across the border of two epochs matters.
     """
 
     def __init__(self, size: int, seed: Sequence[int], window: int, aligned: bool):
@@ -55,7 +55,7 @@ class ShuffledStream:
         return np.random.default_rng([*self.seed, epoch]).permutation(self.size)
 
     def _spread(self, epoch: int) -> tuple[int, int]:
-        """(tail, head): the first `head` rows of the epoch are to be others than the last `tail` before them."""
+        """(tail, head): the first `head` rows of the epoch shall not be among the last `tail` before."""
         if not self.aligned:
             near = min(self.window, self.size // 2)
             return near, near
@@ -75,10 +75,10 @@ def _avoiding(order: np.ndarray, avoided: np.ndarray, head: int) -> np.ndarray:
 class GlobalBatchSampler:
     """Rows of each global batch, in draw order, with random access by step.
 
-    sizes: rows of each set; row numbers run through the sets in order. weights: relative shares of the draws; when
-    they are all equal the sets are concatenated and every row is drawn once per epoch. With different weights each
-    draw picks a set at random, and each set goes through its own epochs.
-    Rows of one batch are distinct wherever the sizes allow it.
+    sizes: rows of each set; row numbers run through the sets in order. weights: relative shares of the draws;
+    when they are all equal the sets are concatenated and every row is drawn once per epoch. With different
+    weights each draw picks a set at random, and each set goes through its own epochs. Rows of one batch are
+    distinct wherever the sizes allow it.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, batch_size: int, seed: int):

@@ -1,7 +1,8 @@
 """Where rows come from: JSON, JSONL, parquet and arrow files, folders, saved and hub data sets.
 
-A source is a list of raw rows with random access. Only JSON arrays are held in memory; JSONL is read line by line
-through an index of line starts, columnar files are memory-mapped by `datasets`. Media columns stay undecoded.
+A source is a list of raw rows with random access. Only JSON arrays are held in memory; JSONL is read line by
+line through an index of line starts, columnar files are memory-mapped by `datasets`. Media columns stay
+undecoded.
 """
 
 import json
@@ -25,8 +26,9 @@ _COLUMNAR = (".parquet", ".arrow")
 class Source(Protocol):
     """Random access to raw rows.
 
-    folder: where relative media paths start unless `media_dir` says otherwise. local: the rows are files there.
-    fingerprint: changes when the rows may have changed. name, location(i): of the set and of row i, for the user.
+    folder: where relative media paths start unless `media_dir` says otherwise. local: the rows are files
+    there. fingerprint: changes when the rows may have changed. name, location(i): of the set and of row i,
+    for the user.
     """
 
     name: str
@@ -183,7 +185,7 @@ def _parquet(files: list[Path], name: str, folder: Path, cache_dir: str | None) 
 
     try:
         dataset = datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=cache_dir)
-    except Exception as error:  # noqa: BLE001 pyarrow and datasets raise many kinds
+    except Exception as error:  # pyarrow and datasets raise many kinds
         raise UserError(f"{name}: not a readable parquet file: {_first_line(error)}") from None
     return DatasetSource(dataset, name, folder, _stat(files))
 
@@ -193,10 +195,10 @@ def _load(path: str, split: str, name: str | None, cache_dir: str | None, folder
 
     try:
         dataset = datasets.load_dataset(path, name, split=split, cache_dir=cache_dir)
-    except Exception as error:  # noqa: BLE001 missing, gated, offline, wrong split: all the user's to solve
+    except Exception as error:  # missing, gated, offline, wrong split: all the user's to solve
         raise UserError(
-            f"omni.data: {path} (split {split!r}) is no local file or folder and cannot be loaded as a data set: "
-            f"{_first_line(error)}"
+            f"omni.data: {path} (split {split!r}) is no local file or folder and cannot be loaded as a "
+            f"data set: {_first_line(error)}"
         ) from None
     return DatasetSource(
         dataset,
@@ -208,7 +210,7 @@ def _load(path: str, split: str, name: str | None, cache_dir: str | None, folder
 
 
 def _undecoded(dataset: Any) -> Any:
-    """Images and audio, also in lists, as {bytes, path}: headers are read first, and only one rank decodes."""
+    """Images and audio, also in lists, as {bytes, path}: one rank decodes them, later."""
     import datasets
 
     def plain(feature: Any) -> Any:

@@ -1,4 +1,6 @@
-"""From a sample to token ids, targets and placeholder slots: tokenizer, chat template and label rule in one object."""
+"""From a sample to token ids, targets and placeholder slots: tokenizer, chat template and label rule in one
+object.
+"""
 
 import json
 import re
@@ -91,15 +93,15 @@ class TextProcessor:
             return "\n".join(lines)
         if self.vocabulary_size > embedding_rows:
             lines.append(
-                f"the embedding grows from {embedding_rows} to {self.vocabulary_size} rows; feature rows take the "
-                "place of placeholder rows and no placeholder is a target, so the new rows do not train as inputs"
+                f"the embedding grows from {embedding_rows} to {self.vocabulary_size} rows; features "
+                "take the place of placeholder rows and no placeholder is a target: new rows do not train as inputs"
             )
         else:
             lines.append(f"the embedding keeps its {embedding_rows} rows")
         return "\n".join(lines)
 
     def tokenise(self, sample: Sample, *, verify: bool = True) -> Tokenised:
-        """RowError when the template fails, no target is left, or with verify a target does not decode back."""
+        """RowError: the template fails, no target is left, with verify a target does not decode back."""
         if sample.messages is None:
             text, targets, literal = sample.text, [(0, len(sample.text))], [(0, len(sample.text))]
         else:
@@ -135,7 +137,7 @@ class TextProcessor:
                     add_generation_prompt=add_generation_prompt,
                     **self.chat_template_kwargs,
                 )
-            except Exception as error:  # noqa: BLE001 templates are programs: they fail in any way, also on purpose
+            except Exception as error:  # templates are programs, and may fail on purpose
                 raise RowError("chat template failed", f"{type(error).__name__}: {error}") from None
 
         return render
@@ -154,7 +156,9 @@ class TextProcessor:
     def _place(
         self, text: str, targets: Ranges, literal: Ranges, sample: Sample
     ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave it out."""
+        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
+        it out.
+        """
         found = list(_MEDIA.finditer(text))
         if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
             raise RowError(
@@ -181,7 +185,9 @@ class TextProcessor:
         return _MEDIA.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary text."""
+        """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary
+        text.
+        """
         found = list(self._special.finditer(text))
         real = [m for m in found if not any(a <= m.start() and m.end() <= b for a, b in literal)]
         if len(real) == len(found):
@@ -208,7 +214,9 @@ class TextProcessor:
         return np.array(encoded["input_ids"], dtype=np.int64), offsets
 
     def _delimit(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A plain text begins as the tokenizer begins one and ends with the end-of-text token, a target as well."""
+        """A plain text begins as the tokenizer begins one and ends with the end-of-text token, a target as
+        well.
+        """
         if self._bos and ids[:1] != self.tokenizer.bos_token_id:
             ids, mask = np.append(self.tokenizer.bos_token_id, ids), np.append(False, mask)
         eos = self.tokenizer.eos_token_id

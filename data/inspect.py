@@ -1,0 +1,69 @@
+"""Samples as the model sees them, for `--inspect`: tokens with targets marked, media with rows, positions."""
+
+from data.dataset import IndexedDataset
+from data.labels import IGNORED
+from omni_ds.plan.sample import SampleMeta
+
+OPEN, CLOSE = "⟦", "⟧"
+_PER_LINE = 12
+
+
+def inspect_samples(dataset: IndexedDataset, n: int) -> str:
+    """Text about `n` samples: the first of every source, then the second of every source, and so on.
+
+    Targets stand between ⟦ and ⟧: the tokens that are predicted, each from the position before it. A run of
+    placeholders is written once with its count.
+    """
+    blocks = [dataset.text.describe()]
+    deepest = max(dataset.sizes, default=0)
+    order = [
+        start + k for k in range(min(n, deepest)) for start, stop in dataset.source_ranges if start + k < stop
+    ]
+    blocks += [inspect_sample(dataset, row) for row in order[:n]]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def inspect_sample(dataset: IndexedDataset, row: int) -> str:
+    """One sample: where it is from, its text, its media, and a table of its tokens outside of media."""
+    sample = dataset.encode(row)
+    meta = sample.meta
+    predicted = [False, *(sample.labels[:-1] != IGNORED).tolist()]
+    ids = sample.input_ids.tolist()
+    words = [dataset.text.tokenizer.decode([token]) for token in ids]
+    lines = [
+        f"sample {row} ({dataset.where(row)}){': task ' + meta.task if meta.task else ''}",
+        f"{meta.tokens} tokens at positions 0 to {meta.tokens - 1}, {meta.target_tokens} of them targets",
+    ]
+    lines += [f"  {_item_line(item)}" for item in meta.items]
+    lines += [f"  | {line}" for line in _marked(words, predicted, meta).split("\n")]
+    lines.append("  positions of targets, with token ids:")
+    targets = [f"{at}:{words[at]!r}={ids[at]}" for at, target in enumerate(predicted) if target]
+    for first in range(0, len(targets), _PER_LINE):
+        lines.append("    " + " ".join(targets[first : first + _PER_LINE]))
+    return "\n".join(lines)
+
+
+def _item_line(item) -> str:
+    size = (
+        f"{item.shape[0]} x {item.shape[1]} pixels" if len(item.shape) == 2 else f"{item.shape[0]} mel frames"
+    )
+    ((start, length),) = item.spans
+    segments = " + ".join(map(str, item.segments))
+    return (
+        f"medium {item.ordinal}: {item.encoder}, {size}, {segments} encoder tokens, {item.rows} feature rows "
+        f"at positions {start} to {start + length - 1}"
+    )
+
+
+def _marked(words: list[str], predicted: list[bool], meta: SampleMeta) -> str:
+    """The decoded sample, with runs of targets in brackets and each medium's placeholders once."""
+    lengths = {start: length for item in meta.items for start, length in item.spans}
+    out, inside, at = [], False, 0
+    while at < len(words):
+        if predicted[at] != inside:
+            out.append(CLOSE if inside else OPEN)
+            inside = predicted[at]
+        length = lengths.get(at, 1)
+        out.append(words[at] + (f"*{length} " if at in lengths else ""))
+        at += length
+    return "".join(out) + (CLOSE if inside else "")

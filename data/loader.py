@@ -1,0 +1,183 @@
+"""Steps made ahead of time in worker processes: the plan, this rank's tokens, and the media this rank
+encodes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data.dataset import IndexedDataset
+from data.errors import MediaError
+from data.pack import Failed, PackedNumpy, pack
+from data.sampler import GlobalBatchSampler
+from omni_ds.plan.build import Plan, StepPlan, build_step
+
+__all__ = ["EvalLoader", "PackedNumpy", "StepBatch", "StepLoader"]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One global batch as one rank sees it.
+
+    packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
+    float32 tensors (image [3, height, width], audio [n_mels, frames]) of the rank's share, in share order; no
+    entry where it has none. failed: (dataset row, reason), one a row, of media that this rank should have
+    decoded (zeros instead) and of rows of its replica that are no longer what was indexed.
+    """
+
+    step_plan: StepPlan
+    packed: dict[int, PackedNumpy]
+    media: dict[int, dict[str, list[torch.Tensor]]]
+    failed: tuple[Failed, ...]
+
+
+@dataclass
+class _Wire:
+    """A StepBatch on its way out of a worker: all media in one buffer, because every tensor costs a file
+    handle.
+
+    layout: (window, encoder, shape) of each medium in the buffer.
+    """
+
+    step_plan: StepPlan
+    packed: dict[int, PackedNumpy]
+    buffer: torch.Tensor
+    layout: list[tuple[int, str, tuple[int, ...]]]
+    failed: tuple[Failed, ...] = field(default=())
+
+    def pin_memory(self) -> "_Wire":
+        self.buffer = self.buffer.pin_memory()
+        return self
+
+    def batch(self) -> StepBatch:
+        media: dict[int, dict[str, list[torch.Tensor]]] = {}
+        start = 0
+        for window, encoder, shape in self.layout:
+            size = int(np.prod(shape))
+            value = self.buffer[start : start + size].view(shape)
+            media.setdefault(window, {}).setdefault(encoder, []).append(value)
+            start += size
+        return StepBatch(self.step_plan, self.packed, media, self.failed)
+
+
+class _Steps(Dataset):
+    """Steps by number; runs in the workers."""
+
+    def __init__(self, dataset: IndexedDataset, plan: Plan, rank: int, *, forward_only: bool):
+        self.dataset, self.plan, self.rank, self.forward_only = dataset, plan, rank, forward_only
+
+    def rows(self, step: int) -> Sequence[int]:
+        raise NotImplementedError
+
+    def __getitem__(self, step: int) -> _Wire:
+        metas = self.dataset.metas(self.rows(step))
+        step_plan = build_step(self.plan, step, metas, forward_only=self.forward_only)
+        replica = step_plan.replica_of(self.rank)
+        packed, failed = {}, {}
+        for micro_batch in replica.micro_batches:
+            packed[micro_batch.index], lost = pack(self.dataset, micro_batch)
+            failed |= dict(lost)
+        layout, values = [], []
+        for window in replica.windows:
+            for placed in self._share(window):
+                item = placed.item
+                try:
+                    value = self.dataset.load_media(item.row, item.ordinal)
+                except MediaError as error:
+                    failed[item.row] = str(error)
+                    value = self.dataset.blank_media(item.row, item.ordinal)
+                layout.append((window.index, item.encoder, value.shape))
+                values.append(value.ravel())
+        buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))
+        return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()))
+
+    def _share(self, window):
+        shares = [share for share in window.shares if share.rank == self.rank]
+        return shares[0].items if shares else ()
+
+
+class _TrainingSteps(_Steps):
+    def __init__(self, sampler: GlobalBatchSampler, *arguments):
+        super().__init__(*arguments, forward_only=False)
+        self.sampler = sampler
+
+    def rows(self, step: int) -> Sequence[int]:
+        return self.sampler.rows(step)
+
+
+class _EvaluationSteps(_Steps):
+    def __init__(self, all_rows: Sequence[int], batch_size: int, *arguments):
+        super().__init__(*arguments, forward_only=True)
+        self.all_rows, self.batch_size = all_rows, batch_size
+
+    def rows(self, step: int) -> Sequence[int]:
+        return self.all_rows[step * self.batch_size : (step + 1) * self.batch_size]
+
+
+class _Loader:
+    """Iterates StepBatches of consecutive step numbers; a new iteration starts over."""
+
+    def __init__(self, steps: _Steps, numbers: range, num_workers: int, prefetch: int):
+        self.numbers = numbers
+        self._loader = DataLoader(
+            steps,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=min(num_workers, len(numbers)),
+            prefetch_factor=prefetch if min(num_workers, len(numbers)) else None,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, so that loading draws nothing from the run's random state
+        )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for wire in self._loader:
+            yield wire.batch()
+
+
+class StepLoader(_Loader):
+    """Training steps start_step .. end_step-1 (numbered from 0), as `sampler` draws them and `plan` deals
+    them.
+
+    num_workers: processes; 0 makes each step when it is asked for. prefetch: steps ahead, per process.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        sampler: GlobalBatchSampler,
+        plan: Plan,
+        rank: int,
+        start_step: int,
+        end_step: int,
+        num_workers: int = 0,
+        prefetch: int = 2,
+    ):
+        steps = _TrainingSteps(sampler, dataset, plan, rank)
+        super().__init__(steps, range(start_step, end_step), num_workers, prefetch)
+
+
+class EvalLoader(_Loader):
+    """Each row once, in order, in forward-only steps of `batch_size` samples (the last may have fewer).
+
+    rows: dataset rows; None means all.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        batch_size: int,
+        plan: Plan,
+        rank: int,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        rows: Sequence[int] | None = None,
+    ):
+        rows = range(len(dataset)) if rows is None else rows
+        steps = _EvaluationSteps(rows, batch_size, dataset, plan, rank)
+        super().__init__(steps, range(-(-len(rows) // batch_size)), num_workers, prefetch)

@@ -1,0 +1,71 @@
+"""The text and media side of a configuration: tokenizer with placeholders, one preprocessing each."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.placeholders import add_placeholders
+from data.preprocess import Preprocess, build_preprocess
+from data.text import TextProcessor
+from omni_ds.errors import UserError
+
+
+def build_text(config: Any) -> TextProcessor:
+    """Tokenizer of the LLM, chat template of `omni.data` or the tokenizer's, placeholders of the encoders.
+
+    config: the `Config`. UserError when the tokenizer is missing or slow, or the template file does not
+    exist.
+    """
+    data = config.omni.data
+    tokenizer = load_tokenizer(config.omni.llm)
+    placeholders = add_placeholders(tokenizer, config.omni.encoders)
+    return TextProcessor(
+        tokenizer,
+        placeholders,
+        chat_template=read_template(data.chat_template),
+        chat_template_kwargs=data.chat_template_kwargs,
+        loss_on=data.loss_on,
+    )
+
+
+def build_media(config: Any, encoder_configs: Mapping[str, Any]) -> dict[str, Preprocess]:
+    """Preprocessing by encoder. encoder_configs: name -> HF config of the tower."""
+    return {
+        name: build_preprocess(name, encoder, encoder_configs[name].to_dict())
+        for name, encoder in config.omni.encoders.items()
+    }
+
+
+def load_tokenizer(llm: Any) -> Any:
+    """The HF tokenizer of `omni.llm`: `tokenizer`, else the one in `path`."""
+    from transformers import AutoTokenizer
+
+    path = llm.tokenizer or llm.path
+    key = "omni.llm.tokenizer" if llm.tokenizer or not llm.path else "omni.llm.path"
+    if path is None:
+        raise UserError(
+            f"{key}: a model made from an inline config has no tokenizer; name a folder or hub name"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=llm.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{key}: no tokenizer can be loaded from {path}: {reason}") from None
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{key}: the tokenizer of {path} is a slow one, which does not say where its tokens stand in "
+            "the text; convert it to tokenizer.json"
+        )
+    return tokenizer
+
+
+def read_template(template: str | None) -> str | None:
+    """The chat template itself: inline jinja as it is, anything else as a file."""
+    if template is None or "{%" in template or "{{" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"omni.data.chat_template: {template} is neither a file (in {Path.cwd()}) nor a jinja template"
+        )
+    return path.read_text()
