@@ -37,6 +37,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval_only", action="store_true", help="evaluate (and export, with --export) without training"
     )
     parser.add_argument(
+        "--trace",
+        metavar="STEPS",
+        help="write a timeline of step STEPS, or of FIRST:LAST, to omni.output_dir/trace.json",
+    )
+    parser.add_argument(
         "--plan", action="store_true", help="print the plan of one step and exit; needs no ranks"
     )
     parser.add_argument(
@@ -57,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             from omni_ds.offline import inspect_samples, print_plan
 
             return print_plan(arguments) if arguments.plan else inspect_samples(arguments)
+        from omni_ds.engine.environment import prepare_imports
+
+        prepare_imports()
         from omni_ds.engine.launch import train
 
         return train(arguments)

@@ -52,8 +52,7 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
         from data.processors import build_media, build_text
 
         text = build_text(config)
-        if text.vocab_size > llm_config.vocab_size:
-            llm_config.vocab_size = text.vocab_size
+        llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
         media = build_media(config, encoder_configs)
     return Composition(
         llm_config=llm_config,

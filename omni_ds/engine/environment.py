@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from datetime import timedelta
 
 # How long a rank waits for the others before it gives up and says so.
@@ -54,9 +55,8 @@ def start_distributed() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", _threads_per_rank())))
-    quiet_deepspeed()
+    prepare_imports()
     import deepspeed
 
     # Its shared-memory op is compiled on first use and is of no use to us.
@@ -64,11 +64,20 @@ def start_distributed() -> None:
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
 
 
-def quiet_deepspeed() -> None:
-    """Only warnings of DeepSpeed and HF; what matters to a user is printed by us."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+def prepare_imports() -> None:
+    """To be called before DeepSpeed is imported: choose its accelerator, and keep it and HF quiet.
+
+    What matters to a user is printed by us; their warnings still come through.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def _threads_per_rank() -> int:

@@ -1,4 +1,4 @@
-"""Evaluation: a forward-only step plan through the same handlers; no weight, state or random number changes."""
+"""Evaluation: a forward-only step plan through the same handlers. It changes no weight and no state."""
 
 from collections.abc import Iterable, Mapping
 
@@ -30,7 +30,8 @@ def evaluate(
         tasks: every task name that occurs in the set, in the same order on all ranks.
 
     Returns:
-        ``{"loss", "exact_match", "samples", "tasks": {task: the same}}``; a failed medium counts as no answer.
+        ``{"loss", "exact_match", "samples", "tasks": {task: the same}}``; a sample whose medium failed
+        counts as a wrong answer.
     """
     counted = _counts_here(plan, rank)
     totals = {task: [0.0] * len(_COLUMNS) for task in tasks}

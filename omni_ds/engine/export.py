@@ -70,7 +70,7 @@ def _parts(config: Config, composition: Composition) -> ExportParts:
         llm_config=composition.llm_config,
         encoder_configs=composition.encoder_configs,
         tokenizer=text.tokenizer,
-        processors={name: preprocess.hf_processor for name, preprocess in composition.media.items()},
+        processors=composition.media,
         chat_template=text.chat_template,
         placeholders={name: placeholder.id for name, placeholder in text.placeholders.items()},
     )

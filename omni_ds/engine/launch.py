@@ -109,8 +109,8 @@ def assemble(config: Config) -> Run:
         name: _open([each], config, composition, groups) for name, each in config.omni.eval.sets.items()
     }
     sampler = GlobalBatchSampler(
-        dataset.source_sizes,
-        [source.weight for source in config.omni.data.train],
+        dataset.sizes,
+        list(dataset.weights),
         config.train_batch_size,
         config.omni.train.seed,
     )

@@ -110,7 +110,7 @@ class Reporter:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to ``step``: what a killed run wrote past its checkpoint is computed again."""
+    """Keep the lines of steps up to ``step``: what a killed run wrote past its checkpoint comes again."""
     if not path.exists():
         return
     kept = []

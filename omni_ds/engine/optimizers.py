@@ -1,4 +1,4 @@
-"""Optimizers with one parameter group per part, and learning rate schedules that respect each group's rate."""
+"""Optimizers with one parameter group per part, and schedules that respect each group's learning rate."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from omni_ds.config import Config, base_lr, optimizer_spec, scheduler_params
 
 @dataclass(frozen=True)
 class PartParameters:
-    """The trainable parameters of one part (``llm``, ``vision``, ``vision.projector``) with its learning rate."""
+    """The parameters of one part (``llm``, ``vision``, ``vision.projector``) with its learning rate."""
 
     name: str
     lr: float

@@ -41,14 +41,13 @@ class OmniPipelineModule(PipelineModule):
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pipe, num_mp=mesh.tensor, num_dp=mesh.data_degree
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints every layer of every stage
-            # Parameters get their memory when they get their values (models/loading.py).
-            with empty_parameters():
-                super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
+        # DeepSpeed prints every layer of every stage; parameters get their memory when they get their values.
+        with contextlib.redirect_stdout(io.StringIO()), empty_parameters():
+            super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
         object.__setattr__(self, "encoder_anchor", None)
 
     def to(self, *args, **kwargs) -> "OmniPipelineModule":
-        """As ``nn.Module.to``; nothing while parameters are still empty (DeepSpeed moves modules when built)."""
+        """As ``nn.Module.to``; nothing while parameters are empty (DeepSpeed moves a module when it is built)."""
         if any(parameter.is_meta for parameter in self.parameters()):
             return self
         return super().to(*args, **kwargs)
@@ -59,7 +58,7 @@ class OmniPipelineModule(PipelineModule):
     def mark_replicated(self) -> None:
         """Flag tied weights that another stage owns, so that norms and checkpoints count them once.
 
-        Called after loading: that gives every parameter a new tensor, without the flags set when it was built.
+        Called after loading, which gives every parameter a new tensor without the flags of the first.
         """
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False
@@ -111,7 +110,7 @@ class OmniPipelineModule(PipelineModule):
 
 
 def stage_boundaries(plan: Plan, layers: int) -> list[int]:
-    """First layer of every stage in the flat list [embedding, decoder layers..., final layers], and its end."""
+    """First layer of every stage in the list [embedding, decoder layers..., norm, head], and the list's end."""
     starts = [0] + [start + 1 for start, _ in plan.stages[1:]]
     return [*starts, layers]
 

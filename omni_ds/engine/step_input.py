@@ -14,8 +14,8 @@ from omni_ds.plan.batch import MicroBatch
 def prepare(batch: StepBatch, rank: int, failed_rows: Collection[int], device: torch.device) -> StepInput:
     """Move one step to the device.
 
-    A sample whose media could not be decoded keeps its tokens and shapes, so that the plan holds; it loses its
-    targets and leaves the target count, so that it changes nothing.
+    A sample whose media could not be decoded keeps its tokens and shapes, so that the plan holds. It loses
+    its targets and leaves the target count, so that it changes nothing.
 
     Args:
         failed_rows: dataset rows that failed on any rank, agreed on by all.

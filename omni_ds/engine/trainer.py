@@ -194,8 +194,8 @@ class Trainer:
         run_state = index["run"]
         if run_state["fingerprint"] != self._fingerprint:
             raise UserError(
-                f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples after "
-                "it would not be those of an uninterrupted run. Restore them, or start without --resume"
+                f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples "
+                "after it would not be those of an uninterrupted run. Restore them, or start without --resume"
             )
         self._samples = run_state["samples"]
         self._failed.update(run_state["failed"])

@@ -21,9 +21,9 @@ _FIELDS = ("step", "plan hash", "micro-batches", "windows", "target tokens", "sa
 
 def _gather_integers(values: list[int], group: ProcessGroup) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64)
-    everyone = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone.view(-1, len(values)).tolist()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [values.tolist() for values in everyone]
 
 
 def agree_on_step(plan: StepPlan, failed_rows: list[int], group: ProcessGroup) -> tuple[int, ...]:
