@@ -1,5 +1,6 @@
 """Open sets of samples: find the cached index of each source, or make it."""
 
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -126,7 +127,7 @@ def _cached(path: Path | None) -> SourceIndex | None:
         return None
     try:
         return SourceIndex.load(path)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None  # damaged: made again
 
 

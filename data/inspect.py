@@ -1,5 +1,7 @@
 """Samples as the model sees them, for `--inspect`: tokens with targets marked, media with rows, positions."""
 
+from typing import Any
+
 from data.dataset import IndexedDataset
 from data.labels import IGNORED
 from omni_ds.plan.sample import SampleMeta
@@ -29,13 +31,14 @@ def inspect_sample(dataset: IndexedDataset, row: int) -> str:
     meta = sample.meta
     predicted = [False, *(sample.labels[:-1] != IGNORED).tolist()]
     ids = sample.input_ids.tolist()
-    words = [dataset.text.tokenizer.decode([token]) for token in ids]
+    tokenizer = dataset.text.tokenizer
+    words = [tokenizer.decode([token]) for token in ids]
     lines = [
         f"sample {row} ({dataset.where(row)}){': task ' + meta.task if meta.task else ''}",
         f"{meta.tokens} tokens at positions 0 to {meta.tokens - 1}, {meta.target_tokens} of them targets",
     ]
     lines += [f"  {_item_line(item)}" for item in meta.items]
-    lines += [f"  | {line}" for line in _marked(words, predicted, meta).split("\n")]
+    lines += [f"  | {line}" for line in _marked(tokenizer, ids, predicted, meta).split("\n")]
     lines.append("  positions of targets, with token ids:")
     targets = [f"{at}:{words[at]!r}={ids[at]}" for at, target in enumerate(predicted) if target]
     for first in range(0, len(targets), _PER_LINE):
@@ -55,15 +58,24 @@ def _item_line(item) -> str:
     )
 
 
-def _marked(words: list[str], predicted: list[bool], meta: SampleMeta) -> str:
-    """The decoded sample, with runs of targets in brackets and each medium's placeholders once."""
+def _marked(tokenizer: Any, ids: list[int], predicted: list[bool], meta: SampleMeta) -> str:
+    """The decoded sample, with runs of targets in brackets and each medium's placeholders once.
+
+    Whole runs are decoded, because a character may be spread over several tokens.
+    """
     lengths = {start: length for item in meta.items for start, length in item.spans}
     out, inside, at = [], False, 0
-    while at < len(words):
+    while at < len(ids):
         if predicted[at] != inside:
             out.append(CLOSE if inside else OPEN)
             inside = predicted[at]
-        length = lengths.get(at, 1)
-        out.append(words[at] + (f"*{length} " if at in lengths else ""))
-        at += length
+        stop = at + 1
+        if at in lengths:
+            out.append(f"{tokenizer.decode([ids[at]])}*{lengths[at]} ")
+            at += lengths[at]
+            continue
+        while stop < len(ids) and predicted[stop] == inside and stop not in lengths:
+            stop += 1
+        out.append(tokenizer.decode(ids[at:stop]))
+        at = stop
     return "".join(out) + (CLOSE if inside else "")

@@ -125,7 +125,9 @@ def _image_header(ref: MediaRef) -> MediaHeader:
     try:
         with Image.open(file) as image:
             width, height = image.size
-            if image.getexif().get(0x0112) in _TRANSPOSING_ORIENTATIONS:
+            # Looking for EXIF behind a PNG's pixels would decode them all.
+            known = image.format != "PNG" or "exif" in image.info
+            if known and image.getexif().get(0x0112) in _TRANSPOSING_ORIENTATIONS:
                 width, height = height, width
     except Exception as error:  # PIL plugins raise nearly anything on damaged files
         raise MediaError("image file cannot be read", f"{ref}: {error}") from None

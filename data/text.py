@@ -93,8 +93,8 @@ class TextProcessor:
             return "\n".join(lines)
         if self.vocabulary_size > embedding_rows:
             lines.append(
-                f"the embedding grows from {embedding_rows} to {self.vocabulary_size} rows; features "
-                "take the place of placeholder rows and no placeholder is a target: new rows do not train as inputs"
+                f"the embedding grows from {embedding_rows} to {self.vocabulary_size} rows; in the "
+                "input, features take the place of the new ones, and as outputs they are never a target"
             )
         else:
             lines.append(f"the embedding keeps its {embedding_rows} rows")

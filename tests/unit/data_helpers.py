@@ -5,11 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from data.placeholders import add_placeholders
-from data.text import TextProcessor
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from data.placeholders import add_placeholders
+from data.preprocess import build_preprocess
+from data.text import TextProcessor
+from omni_ds.config import EncoderConfig
+from omni_ds.config.data import DataConfig, SourceConfig
+from omni_ds.plan.encoder_meta import EncoderMeta
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -79,3 +84,77 @@ def flac(path: Path, samples: int = 8000, rate: int = 16000) -> str:
     time = np.arange(samples) / rate
     soundfile.write(path, 0.5 * np.sin(2 * np.pi * 440 * time), rate)
     return str(path)
+
+
+VIT = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+WHISPER = {
+    "model_type": "whisper",
+    "d_model": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "num_mel_bins": 16,
+    "max_source_positions": 20,
+}
+SECTIONS = {
+    "vision": (VIT, {"modality": "image", "projector": {"reduction": "pixel_shuffle", "factor": 2}}),
+    "audio": (WHISPER, {"modality": "audio", "projector": {"reduction": "frame_stack", "factor": 3}}),
+}
+
+
+def composition(text_options: dict | None = None, template: str = "chatml"):
+    """(text, media, metas) of a vision and an audio encoder: 4 rows an image, a row for 6 mel frames."""
+    sections = {name: EncoderConfig(config=hf, **values) for name, (hf, values) in SECTIONS.items()}
+    text = make_text(template, sections, **(text_options or {}))
+    media = {name: build_preprocess(name, sections[name], hf) for name, (hf, _) in SECTIONS.items()}
+    metas = {
+        name: EncoderMeta.from_config(name, sections[name], hf, 16) for name, (hf, _) in SECTIONS.items()
+    }
+    return text, media, metas
+
+
+def source(path, **values) -> SourceConfig:
+    return SourceConfig(path=str(path), **values)
+
+
+def settings(**values) -> DataConfig:
+    return DataConfig(train=[{"path": "unused"}], **values)
+
+
+def rows_of_all_kinds() -> list[dict]:
+    """Five rows about a.png, b.png, a.flac and b.flac: image, audio, several media, messages, plain text."""
+    answer = {"role": "assistant", "content": "seven"}
+    return [
+        {
+            "task": "look",
+            "messages": [{"role": "user", "content": "<image>Which?"}, answer],
+            "images": ["a.png"],
+        },
+        {
+            "task": "listen",
+            "messages": [{"role": "user", "content": "<audio>Which?"}, answer],
+            "audios": ["a.flac"],
+        },
+        {
+            "messages": [{"role": "user", "content": "<image> and <audio>, <image>, <audio>"}, answer],
+            "images": ["a.png", "b.png"],
+            "audios": ["b.flac", "a.flac"],
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "hello"},
+                answer,
+                {"role": "user", "content": "and"},
+                answer,
+            ]
+        },
+        {"text": "The answer is seven."},
+    ]
