@@ -5,7 +5,9 @@ from typing import Any
 import torch
 
 
-def train_and_collect(config_path: str, overrides: tuple[str, ...] = (), steps: int | None = None) -> dict[str, Any]:
+def train_and_collect(
+    config_path: str, overrides: tuple[str, ...] = (), steps: int | None = None
+) -> dict[str, Any]:
     """Train and return what parity tests compare.
 
     Returns:

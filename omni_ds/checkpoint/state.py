@@ -210,7 +210,7 @@ def _copy_range(target: Tensor, fragment: Fragment, key: str, pieces: Sequence, 
 
 
 def _make_states(engine: EngineState, groups: Mapping[str, dict]) -> None:
-    """Optimizer state of the stored kind for every flat parameter, so that fragments can be written into it."""
+    """Optimizer state of the stored kind for every flat parameter, for fragments to be written into."""
     inner = engine.inner()
     for group in inner.param_groups:
         stored = groups.get(str(group.get("name")))

@@ -48,11 +48,13 @@ class Reference(nn.Module):
                 for name in ("vision", "audio")
             }
         )
+        # HF's class freezes its sinusoids when it is constructed; from_pretrained forgets that.
+        self.audio.embed_positions.requires_grad_(False)
         self.float()
 
     def image_rows(self, pixels: Tensor) -> Tensor:
-        """[3, 32, 32] -> [4, H]: hidden_states[-2] of the tower, 2 x 2 patches joined."""
-        hidden = self.vision(pixels[None], output_hidden_states=True).hidden_states[-2][0]
+        """[3, 32, 32] -> [4, H]: hidden_states[-1] of the tower, 2 x 2 patches joined."""
+        hidden = self.vision(pixels[None], output_hidden_states=True).hidden_states[-1][0]
         grid = hidden.view(4, 4, -1)
         blocks = [
             torch.cat([grid[r, c], grid[r, c + 1], grid[r + 1, c], grid[r + 1, c + 1]])
