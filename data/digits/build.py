@@ -27,7 +27,7 @@ from vocabulary import build_tokenizer
 
 SEED = 2024
 SPLITS = ("train", "eval")
-PLACEMENTS = {"train": 2, "eval": 1}
+PLACEMENTS = {"train": 3, "eval": 1}
 SPOKEN_ROWS = {"train": 1800, "eval": 200}
 SUM_ROWS = {"train": 6000, "eval": 400}
 

@@ -29,18 +29,18 @@ def split_digits(seed: int) -> dict[str, list[tuple[int, int, np.ndarray]]]:
 
 
 def draw(pixels: np.ndarray, rng: random.Random) -> Image.Image:
-    """A grey image, 16..48 pixels a side (one in five is not square), with the digit somewhere in it.
+    """A grey image, 16..48 pixels a side (one in eight is not square), with the digit somewhere in it.
 
-    The digit covers 80-100 % of the shorter side and is turned by at most 10 degrees.
+    The digit covers 90-100 % of the shorter side and is turned by at most 5 degrees.
     """
     size = rng.choice(SIZES)
-    width, height = rng.choice([(size, size)] * 8 + [(size + 4, size), (size, size + 4)])
-    side = round(size * rng.uniform(0.8, 1.0))
+    width, height = rng.choice([(size, size)] * 14 + [(size + 4, size), (size, size + 4)])
+    side = round(size * rng.uniform(0.9, 1.0))
     digit = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
     # below 20 pixels the nearest pixel can drop a whole stroke
     digit = digit.resize((side, side), rng.choice(FILTERS if side >= 20 else FILTERS[1:]))
-    if rng.random() < 0.5:
-        digit = digit.rotate(rng.uniform(-10, 10), Image.Resampling.BILINEAR)
+    if rng.random() < 0.3:
+        digit = digit.rotate(rng.uniform(-5, 5), Image.Resampling.BILINEAR)
     canvas = Image.new("L", (width, height))
     canvas.paste(digit, (rng.randint(0, width - side), rng.randint(0, height - side)))
     levels = np.round(np.asarray(canvas, dtype=np.float64) * (16 / 255))
