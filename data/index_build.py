@@ -107,11 +107,11 @@ def _measured(measurer: Measurer, chunks: list[range]) -> Iterator[list[Record |
     global _shared
     _shared = measurer
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
     try:
-        pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
-        with pool:
-            yield from pool.map(_work, chunks)
+        yield from pool.map(_work, chunks)
     finally:
+        pool.shutdown(cancel_futures=True)
         _shared = None
 
 

@@ -63,7 +63,7 @@ class TextProcessor:
     ):
         self.tokenizer = tokenizer
         self.placeholders = dict(placeholders)
-        self.chat_template = chat_template or tokenizer.chat_template
+        self.chat_template = chat_template or _default_template(tokenizer.chat_template)
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.loss_on = loss_on
         self._by_modality = {p.modality: p for p in self.placeholders.values()}
@@ -71,6 +71,7 @@ class TextProcessor:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | own
         special |= {token for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
         self._special = _any_of(special)
+        self._parts = self._takes_parts()
         self._chat = ChatRenderer(self._render(None), _any_of(special - own - {tokenizer.bos_token}))
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
@@ -130,7 +131,7 @@ class TextProcessor:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
             try:
                 return self.tokenizer.apply_chat_template(
-                    [{key: value for key, value in message.items() if key != "loss"} for message in messages],
+                    [self._for_template(message) for message in messages],
                     tools=tools,
                     chat_template=self.chat_template,
                     tokenize=False,
@@ -142,13 +143,31 @@ class TextProcessor:
 
         return render
 
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        given = {key: value for key, value in message.items() if key != "loss"}
+        if self._parts:
+            given["content"] = [{"type": "text", "text": message["content"]}]
+        return given
+
+    def _takes_parts(self) -> bool:
+        """Whether the template wants content as a list of parts: it loses a string and not a text part."""
+        probe = [{"role": "user", "content": "probe"}]
+        for parts in (False, True):
+            self._parts = parts
+            try:
+                if self.chat_template and "probe" in self._render(None)(probe, False):
+                    return parts
+            except RowError:
+                continue
+        return False
+
     def _rendered(self, sample: Sample) -> Rendered:
         if not self.chat_template:
             raise RowError("no chat template", "the tokenizer has none: set omni.data.chat_template")
         rendered = self._chat.with_render(self._render(sample.tools))(sample.messages)
-        unmarked = json.dumps(sample.tools, ensure_ascii=False) if sample.tools else ""
+        unmarked = json.dumps(sample.tools, ensure_ascii=False, default=str) if sample.tools else ""
         if not rendered.exact:
-            unmarked += json.dumps(sample.messages, ensure_ascii=False)
+            unmarked += json.dumps(sample.messages, ensure_ascii=False, default=str)
         if found := self._special.search(unmarked):
             raise RowError("text contains a special token", f"{found[0]!r} in tools or in content that moves")
         return rendered
@@ -233,6 +252,11 @@ class TextProcessor:
                 "placeholder tokens do not match the media", f"{len(slots)} tokens for {len(wanted)} media"
             )
         return tuple(slots.tolist())
+
+
+def _default_template(template: str | Mapping[str, str] | None) -> str | None:
+    """The one template, of several by name the one called default."""
+    return template.get("default") if isinstance(template, Mapping) else template
 
 
 def _any_of(tokens: Iterable[str | None]) -> re.Pattern[str]:

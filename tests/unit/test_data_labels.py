@@ -74,6 +74,23 @@ def test_an_empty_thought_of_the_template_is_no_target(thinking):
     )
 
 
+def test_a_template_that_wants_parts():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    row = {"messages": THOUGHTS, "images": ["a.png"], "audios": ["a.flac"]}
+    assert mark("chatml", row, chat_template=template) == mark("chatml", row)
+
+
+def test_of_several_named_templates_the_default_is_taken():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "rag": "{{ 'x' }}"}
+    text = TextProcessor(tokenizer, {})
+    assert shown(text, text.tokenise(READER.read({"messages": PLAIN}))) == mark("chatml", {"messages": PLAIN})
+
+
 def test_a_template_without_generation_prompt():
     """The answer's first token joins the space before it, as it will when the model writes it."""
     assert mark("inst", {"messages": PLAIN}) == (

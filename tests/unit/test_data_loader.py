@@ -17,9 +17,16 @@ from omni_ds.plan.mesh import Mesh
 from tests.unit.data_helpers import composition, flac, png, rows_of_all_kinds, settings, source
 
 LLM = {
-    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4,
-    "vocab_size": 410, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 410,
+    "tie_word_embeddings": True,
+}
 BATCH = 12
 
 
