@@ -23,8 +23,8 @@ class PlanOptions:
     balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed
     number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
-    how many micro-batches' worth of encoder activations a rank may hold on average; None: as many as
-    stages, which is what stage 0 holds when encoders run there ("first_stage").
+    how many micro-batches' worth of encoder activations a rank may hold on average; None: as many as there
+    are stages (what stage 0 holds when encoders run there), and at least 4.
     """
 
     placement: str = "colocated"

@@ -3,12 +3,11 @@ cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.partition import karmarkar_karp
 from omni_ds.plan.reshard import PlacedItem, Share, Window, order_share
-from omni_ds.plan.sample import Item
 
 
 def cut_windows(micro_batches: int, size: int) -> tuple[tuple[int, ...], ...]:
@@ -27,23 +26,43 @@ def placed_items(micro_batch: MicroBatch) -> tuple[PlacedItem, ...]:
     )
 
 
+def deal_windows(
+    costs: Sequence[Sequence[int]], ranks: int, rooms: Sequence[Sequence[int]] | None = None
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Indices of each window's items for each rank: [window][rank].
+
+    costs[w]: of its items. rooms[w]: how the ranks should divide the window, in any unit; None for evenly.
+    What a rank got too much or too little of is carried over to the next window: with few or very unequal
+    items single windows cannot be even, and ranks run ahead of each other by several windows.
+    """
+    carry = [0] * ranks
+    result = []
+    for w, window in enumerate(costs):
+        total = sum(window)
+        if not total:
+            result.append(((),) * ranks)
+            continue
+        if rooms is None or not sum(rooms[w]):
+            room = [total // ranks + c for c in carry]
+        else:
+            parts = sum(rooms[w])
+            room = [part * total // parts + c for part, c in zip(rooms[w], carry, strict=True)]
+        dealt = karmarkar_karp(window, ranks, capacities=room)
+        carry = [r - sum(window[i] for i in part) for r, part in zip(room, dealt, strict=True)]
+        result.append(dealt)
+    return result
+
+
 def share_window(
     index: int,
     members: Sequence[int],
     items: Sequence[PlacedItem],
+    parts: Sequence[Sequence[int]],
     ranks: Sequence[int],
-    cost: Callable[[Item], int],
     encoder_order: dict[str, int],
-    *,
-    capacities: Sequence[int] | None = None,
     passes: tuple[str, ...] = (),
 ) -> Window:
-    """Deal the items of a window to the ranks of the encoder group; load minus capacity is evened out."""
-    parts = (
-        karmarkar_karp([cost(placed.item) for placed in items], len(ranks), capacities=capacities)
-        if items
-        else ((),) * len(ranks)
-    )
+    """The window whose items were dealt to the ranks of the encoder group as `parts` says."""
     shares = tuple(
         Share(rank, order_share([items[i] for i in part], encoder_order))
         for rank, part in zip(ranks, parts, strict=True)

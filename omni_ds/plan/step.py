@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from omni_ds.plan.base import LLMWork
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, backward_factor, llm_work, mean_work
-from omni_ds.plan.fill import EncoderWork, Schedule
+from omni_ds.plan.fill import EncoderWork
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
-from omni_ds.plan.reshard import PlacedItem, Window, window_transfers
+from omni_ds.plan.reshard import Window, window_transfers
 from omni_ds.plan.sample import SampleMeta
-from omni_ds.plan.schedule import first_stage, joint, uniform
-from omni_ds.plan.shares import cut_windows, placed_items, share_first_stage, share_window
-from omni_ds.plan.tune import Choice, Shape, log_step, tune
+from omni_ds.plan.schedule import joint
+from omni_ds.plan.shares import placed_items
+from omni_ds.plan.weave import colocated, inline
 
 FILL = 4  # micro-batches per stage where samples allow: the pipeline idles (P - 1) / (M + P - 1) of the time
 
@@ -41,10 +40,11 @@ def build_step(
     llm = mean_work(works)
     items = [[placed_items(mb) for mb in mbs] for mbs in bins]
     training = plan.encoders_trainable and not forward_only
-    choice = _choose(plan, llm, items, cost, training)
-    windows = _windows(plan, choice, items, cost, training)
-    encoder = _encoder_work(plan, windows, cost, training)
-    schedule = _schedule(plan, llm, encoder, choice)
+    if not plan.encoders:
+        windows, schedule = [()] * len(items), joint(llm, EncoderWork((), ()))
+    else:
+        place = inline if plan.options.placement == "first_stage" else colocated
+        windows, schedule = place(plan, llm, items, cost, training)
     replicas = []
     for mbs, mine, ranks in zip(bins, windows, plan.mesh.encoder_groups(), strict=True):
         transfers = tuple(t for window in mine for t in window_transfers(window, ranks[0]))
@@ -92,120 +92,6 @@ def _micro_batches(
         lambda sample: sum(cost.total(item) for item in sample.items),
         balance=plan.options.balance_mode == "auto",
     )
-
-
-def _choose(
-    plan: Plan,
-    llm: LLMWork,
-    items: Sequence[Sequence[Sequence[PlacedItem]]],
-    cost: EncoderCost,
-    training: bool,
-) -> Choice:
-    """Window size and the scheduler's knobs for this step's mix."""
-    stages, count = llm.stages, llm.micro_batches
-    if plan.options.placement == "first_stage":
-        return Choice(1, 0, 0, stages)
-    found = [cost.both(p.item) for replica in items for mb in replica for p in mb]
-    forward, backward = sum(f for f, _ in found), sum(b for _, b in found)
-    live = stages * (plan.options.live_micro_batches or stages)
-    per_stage = sum(map(sum, llm.forward)) * len(items)  # over all stages and replicas
-    shape = Shape(
-        stages=stages,
-        ranks=stages * plan.mesh.lanes,
-        micro_batches=count,
-        # cost of a micro-batch's items over the forward of one stage: (forward / MB) / (per_stage / (MB *
-        # stages))
-        encode=log_step(forward * stages, per_stage),
-        encode_back=log_step(backward * stages, per_stage) if training else None,
-        items=1 << max(0, (len(found) // (count * len(items))).bit_length() - 1),
-        live=live,
-        training=llm.backward is not None,
-    )
-    return tune(shape)
-
-
-def _windows(
-    plan: Plan,
-    choice: Choice,
-    items: Sequence[Sequence[Sequence[PlacedItem]]],
-    cost: EncoderCost,
-    training: bool,
-) -> list[tuple[Window, ...]]:
-    """Windows of every replica, items dealt to ranks."""
-    order = plan.encoder_order
-    if not plan.encoders:
-        return [()] * len(items)
-    members = cut_windows(len(items[0]), choice.window)
-    passes = _passes(plan, members, items, training)
-    result = []
-    for replica, ranks in zip(items, plan.mesh.encoder_groups(), strict=True):
-        windows = []
-        for w, window in enumerate(members):
-            mine = [placed for m in window for placed in replica[m]]
-            if plan.options.placement == "first_stage":
-                windows.append(share_first_stage(w, window, mine, ranks, order, passes[w]))
-            else:
-                windows.append(share_window(w, window, mine, ranks, cost.total, order, passes=passes[w]))
-        result.append(tuple(windows))
-    return result
-
-
-def _passes(
-    plan: Plan,
-    members: Sequence[Sequence[int]],
-    items: Sequence[Sequence[Sequence[PlacedItem]]],
-    training: bool,
-) -> list[tuple[str, ...]]:
-    """Encoders that every rank has to run in a window, whatever its share (Window.passes).
-
-    Trained encoders take part in the last window, so that every rank enters their gradient reduction. When
-    passes are collectives (ZeRO-3), a window has those of all encoders with items anywhere in the world.
-    """
-    trained = [meta.name for meta in plan.encoders if meta.trainable] if training else []
-    passes = []
-    for w, window in enumerate(members):
-        names = set(trained) if w == len(members) - 1 else set()
-        if plan.gathers_encoders:
-            names |= {placed.item.encoder for replica in items for m in window for placed in replica[m]}
-        passes.append(tuple(meta.name for meta in plan.encoders if meta.name in names))
-    return passes
-
-
-def _encoder_work(
-    plan: Plan, windows: Sequence[Sequence[Window]], cost: EncoderCost, training: bool
-) -> EncoderWork:
-    """Average over replicas of the dearest share of each stage, for windows in which anything has to run."""
-    lanes = plan.mesh.lanes
-    active = [
-        w for w, same in enumerate(zip(*windows, strict=True)) if any(x.passes or not x.empty for x in same)
-    ]
-    forward, backward = [], []
-    for w in active:
-        f, b = [0] * plan.mesh.pipe, [0] * plan.mesh.pipe
-        for replica in windows:
-            shares = replica[w].shares
-            loads = [[cost.both(p.item) for p in share.items] for share in shares]
-            for stage in range(plan.mesh.pipe):
-                lane = loads[stage * lanes : (stage + 1) * lanes]
-                f[stage] += max(sum(x for x, _ in load) for load in lane)
-                b[stage] += max(sum(x for _, x in load) for load in lane)
-        forward.append(tuple(-(-x // len(windows)) for x in f))
-        backward.append(tuple(-(-x // len(windows)) for x in b))
-    return EncoderWork(
-        tuple(windows[0][w].micro_batches for w in active),
-        tuple(forward),
-        tuple(backward) if training else None,
-        tuple(active),
-    )
-
-
-def _schedule(plan: Plan, llm: LLMWork, encoder: EncoderWork, choice: Choice) -> Schedule:
-    if plan.gathers_encoders:
-        return uniform(llm, encoder, lead=choice.lead)
-    if plan.options.placement == "first_stage":
-        everywhere = encoder.numbers[-1] if encoder.backward is not None else None
-        return first_stage(llm, encoder, everywhere=everywhere)
-    return joint(llm, encoder, lead=choice.lead, live=choice.live, overflow=choice.overflow)
 
 
 def _encoder_imbalance(plan: Plan, windows: Sequence[Sequence[Window]], cost: EncoderCost) -> float:

@@ -1,30 +1,59 @@
-"""Choosing window size, lead and overflow by simulating candidates.
+"""Choosing window size, shares, lead and overflow by simulating candidates.
 
-The search runs on a stylised step (even micro-batches, encoder work in steps of a twelfth of an octave,
-equal items), so that its result can be remembered: steps of one kind of data ask for the same few. It is a
-pure function of integers.
+The search runs on a stylised step (even micro-batches, encoder work and imbalance on a logarithmic scale),
+so that its result can be remembered: steps of one kind of data ask for the same few. It is a pure function
+of integers. The first few of its ranking are then tried on the real step (step.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import isqrt
 
-from omni_ds.plan.base import LLMWork, time_line
+from omni_ds.plan.base import LLMWork, TimeLine, time_line
+from omni_ds.plan.capacity import share_targets
 from omni_ds.plan.fill import EncoderWork, list_schedule, smallest_live
-from omni_ds.plan.shares import cut_windows
+from omni_ds.plan.shares import cut_windows, deal_windows
 
 UNIT = 1 << 16
 # round(UNIT * 2 ** (k / 12)): integers, so that no machine's pow() rounds otherwise.
 _OCTAVE = (65536, 69433, 73562, 77936, 82570, 87480, 92682, 98193, 104032, 110218, 116772, 123715)
-OVERFLOWS = (500, 1000000)
+ALWAYS = 1000000  # an overflow that lets everything start in a bubble
+# (lead in micro-batches, None: as many as stages; overflow)
+KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, 500), (1, ALWAYS), (None, 500), (None, ALWAYS))
+FEW_KNOBS = ((0, 500), (0, ALWAYS), (1, ALWAYS))  # for steps with more ops than
+MANY_OPS = 1024
+# Standard normal quantiles (k + 1/2) / 32 in thousandths, shuffled: stylised items are as unequal as the
+# real ones.
+_QUANTILES = (-40, 1318, -776, 489, -2154, 197, 887, -1318, 40, -489, 1010, -1010, 2154, -118, -277, 402) + (
+    -887,
+    674,
+    118,
+    -1534,
+    277,
+    1676,
+    -674,
+    -402,
+    1150,
+    -197,
+    776,
+    -1150,
+    580,
+    -580,
+    1534,
+    -1676,
+)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """window: micro-batches a window; lead, overflow, live as in list_schedule."""
+    """window: micro-batches a window; unequal: shares follow idle time (capacity.py) instead of being even;
+    lead, overflow, live as in list_schedule."""
 
     window: int
+    unequal: bool
     lead: int
     overflow: int
     live: int
@@ -33,21 +62,23 @@ class Choice:
 @dataclass(frozen=True)
 class Shape:
     """A kind of step. encode, encode_back: encoder cost of a micro-batch over the LLM's forward cost of one
-    stage, as steps of a logarithmic scale (None: none); items: items a micro-batch, a power of two; live:
-    bound in micro-batches of the replica."""
+    stage, as log_step (encode_back None: nothing trained). items: of a micro-batch, rounded to a power of
+    two, 0: divisible at will. spread: mean square over squared mean of their costs, as log_step. ranks: of
+    a stage. live: bound on live windows, in micro-batches of the replica."""
 
     stages: int
-    ranks: int
     micro_batches: int
     encode: int
     encode_back: int | None
     items: int
+    spread: int
+    ranks: int
     live: int
     training: bool
 
 
 def log_step(numerator: int, denominator: int) -> int:
-    """round-down of 12 log2(numerator / denominator), in integers; at least -96 (0.4 %)."""
+    """12 log2(numerator / denominator), rounded down, in integers; at least -96 (0.4 %)."""
     if numerator <= 0 or denominator <= 0:
         return -96
     power = numerator**12 * (1 << 96) // denominator**12
@@ -60,32 +91,6 @@ def from_log_step(step: int) -> int:
     return _OCTAVE[k] << octave if octave >= 0 else _OCTAVE[k] >> -octave
 
 
-@lru_cache(maxsize=4096)
-def tune(shape: Shape) -> Choice:
-    """The candidate with the shortest simulated step; ties go to larger windows (fewer, larger messages)."""
-    count, stages = shape.micro_batches, shape.stages
-    forward = ((UNIT,) * count,) * stages
-    llm = LLMWork(forward, ((2 * UNIT,) * count,) * stages if shape.training else None)
-    line = time_line(llm)
-    best = None
-    for size in window_sizes(stages, count):
-        windows = cut_windows(count, size)
-        live = max(smallest_live(windows, stages), shape.live // size)
-        ef = _per_rank(from_log_step(shape.encode), windows, shape)
-        eb = (
-            None if shape.encode_back is None else _per_rank(from_log_step(shape.encode_back), windows, shape)
-        )
-        for lead in sorted({0, 1, 2, stages}):
-            for overflow in OVERFLOWS:
-                schedule = list_schedule(
-                    llm, EncoderWork(windows, ef, eb), line, lead=lead, live=live, overflow=overflow
-                )
-                key = (schedule.length, -size, lead, overflow)
-                if best is None or key < best[0]:
-                    best = key, Choice(size, lead, overflow, live)
-    return best[1]
-
-
 def window_sizes(stages: int, micro_batches: int) -> tuple[int, ...]:
     """Powers of two up to twice the stages, at most the step."""
     sizes = [1]
@@ -94,11 +99,94 @@ def window_sizes(stages: int, micro_batches: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _per_rank(cost: int, windows: tuple[tuple[int, ...], ...], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Share of a rank of each window when its equal items are dealt out: whole items, so the fullest rank
-    counts."""
-    rows = []
-    for members in windows:
-        items = max(1, shape.items * len(members))
-        rows.append((cost * len(members) * -(-items // shape.ranks) // items,) * shape.stages)
-    return tuple(rows)
+def measure_items(items: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Shape.items and Shape.spread of micro-batches with items of these costs; coarse, so that steps
+    agree."""
+    costs = [cost for mb in items for cost in mb if cost]
+    if not costs:
+        return 1, 0
+    mean = max(1, len(costs) // len(items))
+    spread = log_step(sum(cost * cost for cost in costs) * len(costs), sum(costs) ** 2)
+    return 1 << min(6, mean.bit_length() - 1), max(0, spread) // 3 * 3
+
+
+@lru_cache(maxsize=4096)
+def tune(shape: Shape) -> tuple[Choice, ...]:
+    """Candidates by simulated step time, best first: the best knobs of each window size and kind of share.
+
+    Sizes are screened with one setting; three are searched. Of equals larger windows come first (fewer,
+    larger messages and encoder batches).
+    """
+    stages, count = shape.stages, shape.micro_batches
+    forward = ((UNIT,) * count,) * stages
+    llm = LLMWork(forward, ((2 * UNIT,) * count,) * stages if shape.training else None)
+    line = time_line(llm)
+    knobs = KNOBS if stages * count <= MANY_OPS else FEW_KNOBS
+    works = {}
+    screened = []
+    for size in window_sizes(stages, count):
+        windows = cut_windows(count, size)
+        live = live_windows(windows, stages, shape.live)
+        for unequal in (False, True):
+            work = works[size, unequal] = _stylised(shape, llm, line, windows, unequal)
+            choice = Choice(size, unequal, 0, 500, live)
+            screened.append((_length(llm, work, line, choice), -size, unequal, choice))
+    screened.sort(key=lambda entry: entry[:3])
+    sizes = list(dict.fromkeys(choice.window for *_, choice in screened))[:3]
+    ranking = []
+    for length, size, unequal, choice in screened:
+        tried = [(length, choice)]
+        if choice.window in sizes:
+            for lead, overflow in knobs:
+                other = replace(choice, lead=stages if lead is None else lead, overflow=overflow)
+                if other != choice:
+                    tried.append((_length(llm, works[-size, unequal], line, other), other))
+        length, choice = min(tried, key=lambda found: found[0])
+        ranking.append((length, size, unequal, choice))
+    return tuple(entry[-1] for entry in sorted(ranking, key=lambda entry: entry[:3]))
+
+
+def _length(llm: LLMWork, work: EncoderWork, line: TimeLine, choice: Choice) -> int:
+    return list_schedule(llm, work, line, lead=choice.lead, live=choice.live, overflow=choice.overflow).length
+
+
+def _stylised(
+    shape: Shape, llm: LLMWork, line: TimeLine, windows: Sequence[Sequence[int]], unequal: bool
+) -> EncoderWork:
+    """Encoder work of a step of this shape: log-normal items of the given spread, dealt as real ones are."""
+    each, back = from_log_step(shape.encode), shape.encode_back
+    back = None if back is None else from_log_step(back)
+    whole = [each * len(members) for members in windows]
+    whole_back = None if back is None else [back * len(members) for members in windows]
+    rooms = None
+    if unequal:
+        rooms = share_targets(llm, line, windows, whole, whole_back)
+    if not shape.items:
+        forward = rooms or [[cost // shape.stages] * shape.stages for cost in whole]
+    else:
+        # variance of the logarithm, in steps: 12 / ln 2 times the step of the spread
+        deviation = isqrt(1731 * shape.spread // 100)
+        costs = [from_log_step(deviation * z // 1000) for z in _QUANTILES]
+        members = [
+            [costs[(m * shape.items + i) % len(costs)] for m in window for i in range(shape.items)]
+            for window in windows
+        ]
+        unit = sum(costs) * shape.items // len(costs)  # of an average micro-batch
+        per_rank = rooms and [[part for part in row for _ in range(shape.ranks)] for row in rooms]
+        dealt = deal_windows(members, shape.stages * shape.ranks, per_rank)
+        forward = []
+        for window, parts in zip(members, dealt, strict=True):
+            loads = [sum(window[i] for i in part) for part in parts]
+            lanes = [loads[s * shape.ranks : (s + 1) * shape.ranks] for s in range(shape.stages)]
+            forward.append([max(lane) * each * shape.ranks // unit for lane in lanes])
+    forward = tuple(map(tuple, forward))
+    backward = None
+    if back is not None:
+        backward = tuple(tuple(cost * back // max(1, each) for cost in row) for row in forward)
+    return EncoderWork(tuple(map(tuple, windows)), forward, backward)
+
+
+def live_windows(windows: Sequence[Sequence[int]], stages: int, micro_batches: int) -> int:
+    """Bound on live windows for a bound in micro-batches of the replica; never less than 1F1B needs."""
+    size = max((len(members) for members in windows), default=1)
+    return max(smallest_live(tuple(map(tuple, windows)), stages), micro_batches // size)
