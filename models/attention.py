@@ -82,7 +82,12 @@ def _run_flash_attn(query: Tensor, key: Tensor, value: Tensor, packing: Packing,
 def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, longest = packing.cu_seqlens, packing.max_seqlen
+    cu_seqlens, longest, repeats = packing.cu_seqlens, packing.max_seqlen, query.shape[1] // key.shape[1]
+    grouped = {}
+    if repeats > 1 and "enable_gqa" in _varlen_parameters():
+        grouped = {"enable_gqa": True}
+    elif repeats > 1:  # torch 2.11
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return varlen_attn(
         query,
         key,
@@ -93,7 +98,7 @@ def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sca
         longest,
         scale=scale,
         window_size=_window(packing.mask),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
 
 
@@ -139,13 +144,17 @@ def _has_flash_attn() -> bool:
 
 
 @cache
-def _has_varlen() -> bool:
-    """Whether this torch ships varlen attention with windows and grouped queries."""
+def _varlen_parameters() -> frozenset[str]:
+    """Parameters of torch's varlen attention, which grow from release to release; none where it is missing."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
+        return frozenset()
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _has_varlen() -> bool:
+    return {"scale", "window_size"} <= _varlen_parameters()
 
 
 BACKENDS = (
