@@ -145,7 +145,7 @@ def _has_flash_attn() -> bool:
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """Parameters of torch's varlen attention, which grow from release to release; none where it is missing."""
+    """Parameters of torch's varlen attention, growing from release to release; none where it is missing."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return frozenset()
     from torch.nn.attention.varlen import varlen_attn

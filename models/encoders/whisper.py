@@ -8,6 +8,7 @@ truncated sequence. With ``pad_to_window`` every window is full and the features
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,6 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as Whisp
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder
 from models.init import sinusoids
-from models.masks import bucket_lengths
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
@@ -69,28 +69,28 @@ class WhisperEncoder(Encoder):
                 cut = [pad_window(window, self.meta.window) for window in cut]
             windows.extend(cut)
             tokens.append(sum((window.shape[1] + 1) // 2 for window in cut))
-        embedded = self.embed(windows)
-        segments = [window.shape[0] for window in embedded]
-        hidden = self.run_layers(self.tower.layers, torch.cat(embedded), segments)
+        hidden, segments = self.embed(windows)
+        hidden = self.run_layers(self.tower.layers, hidden, segments)
         return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
 
-    def embed(self, windows: Sequence[Tensor]) -> list[Tensor]:
-        """Windows [mels, n] -> tokens [ceil(n / 2), C] each, position embeddings added.
+    def embed(self, windows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C], positions added, and each window's tokens.
 
-        Windows of like length are convolved as one batch. The first convolution is followed by zeros beyond a
-        window's end, which is what the second one finds there when the window stands alone.
+        All windows lie on one time axis, two or three frames of zeros between them, each starting at an even
+        frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
+        nothing but the gaps is wasted. The first convolution's output is set to zero in the gaps, which is
+        what the second one finds beyond a window that stands alone.
         """
-        tower, done = self.tower, list(windows)
-        lengths = [window.shape[1] for window in windows]
-        for bucket in bucket_lengths(lengths):
-            longest = lengths[bucket[0]]
-            batch = torch.stack([F.pad(windows[i], (0, longest - lengths[i])) for i in bucket])
-            hidden = F.gelu(tower.conv1(batch))
-            if lengths[bucket[-1]] < longest:
-                ends = torch.tensor([lengths[i] for i in bucket], device=hidden.device)[:, None, None]
-                hidden = hidden * (torch.arange(longest, device=hidden.device) < ends)
-            hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)
-            hidden = hidden + tower.embed_positions(torch.arange(hidden.shape[1], device=hidden.device))
-            for row, i in enumerate(bucket):
-                done[i] = hidden[row, : (lengths[i] + 1) // 2]
-        return done
+        tower = self.tower
+        device = windows[0].device
+        frames = [window.shape[1] for window in windows]
+        spans = [n + 2 + n % 2 for n in frames]
+        axis = torch.cat([F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1)
+        inside = torch.cat([torch.arange(span) < n for n, span in zip(frames, spans, strict=True)])
+        hidden = F.gelu(tower.conv1(axis[None])) * inside.to(device)
+        hidden = F.gelu(tower.conv2(hidden))[0].T
+        segments = [(n + 1) // 2 for n in frames]
+        within = [torch.arange(n) for n in segments]
+        starts = [0, *itertools.accumulate(span // 2 for span in spans)]
+        rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)]).to(device)
+        return hidden[rows] + tower.embed_positions(torch.cat(within).to(device)), segments
