@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from data.cache import BoundedCache
 from data.errors import MediaError, RowError
 from data.index_build import Measurer
 from data.index_store import SourceIndex
@@ -16,6 +17,9 @@ from data.preprocess import Preprocess
 from data.rows import Sample
 from data.text import TextProcessor
 from omni_ds.plan.sample import Item, SampleMeta
+
+_CACHED_TOKENS = 4_000_000  # per process, 9 bytes each
+_CACHED_BYTES = 64 * 2**20  # of preprocessed media, per process
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ class IndexedDataset:
     def _make_caches(self) -> None:
         self._measure = lru_cache(4096)(lambda encoder, shape: self.encoder_metas[encoder].measure(shape))
         self._sample = lru_cache(16)(self._read)
+        self._tokenised = BoundedCache(_CACHED_TOKENS)
+        self._arrays = BoundedCache(_CACHED_BYTES)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_measure", "_sample")}
+        caches = ("_measure", "_sample", "_tokenised", "_arrays")
+        return {key: value for key, value in self.__dict__.items() if key not in caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -77,6 +84,12 @@ class IndexedDataset:
     def sizes(self) -> tuple[int, ...]:
         """Samples of each source."""
         return tuple(stop - start for start, stop in self.source_ranges)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names that the rows give in their column `task`, "" for rows without one; sorted."""
+        names = {index.task_names[task] for index in self._indexes for task in set(index.tasks.tolist())}
+        return tuple(sorted(names))
 
     def _find(self, row: int) -> tuple[Measurer, SourceIndex, int]:
         if not 0 <= row < len(self):
@@ -116,7 +129,11 @@ class IndexedDataset:
         meta = self.meta(row)
         changed = f"{self.where(row)}; start again to index the new content"
         try:
-            tokenised = self.text.tokenise(self._sample(row), verify=False)
+            tokenised = self._tokenised.get(
+                row,
+                lambda: self.text.tokenise(self._sample(row), verify=False),
+                lambda made: len(made.ids),
+            )
             input_ids, labels, offsets = tokenised.expand([item.rows for item in meta.items])
         except (RowError, ValueError, OSError) as error:
             raise RowError("row has changed since it was indexed", f"{changed} ({error})") from None
@@ -130,10 +147,19 @@ class IndexedDataset:
         return EncodedSample(input_ids, labels, meta)
 
     def load_media(self, row: int, ordinal: int) -> np.ndarray:
-        """float32 of the planned shape, image [3, height, width], audio [n_mels, frames]. MediaError."""
+        """float32 of the planned shape, image [3, height, width], audio [n_mels, frames]; not to be changed.
+
+        MediaError when it cannot be decoded.
+        """
         item = self.meta(row).items[ordinal]
         try:
-            return self.media[item.encoder].load(self._sample(row).media[ordinal], item.shape)
+            ref = self._sample(row).media[ordinal]
+            name = ref.path if ref.path is not None else (row, ordinal)
+            return self._arrays.get(
+                (item.encoder, name, item.shape),
+                lambda: self.media[item.encoder].load(ref, item.shape),
+                lambda made: made.nbytes,
+            )
         except RowError as error:
             raise MediaError(error.reason, f"{self.where(row)}: {error.detail}") from None
 

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from data.errors import MediaError, RowError
 from data.index_store import Record, Skip, SourceIndex
-from data.media import read_header
+from data.media import MediaHeader, MediaRef, read_header
 from data.preprocess import Preprocess
 from data.rows import RowReader
 from data.sources import Source
@@ -20,8 +20,9 @@ from data.text import TextProcessor
 from omni_ds.errors import UserError
 
 _CHUNK = 128
-_SMALL = 2000  # rows below which starting processes costs more than it saves
+_SMALL = 500  # rows below which starting processes costs more than it saves
 _MAX_PROCESSES = 16
+_HEADERS = 100_000  # remembered at once
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Measurer:
     metas: Mapping[str, Any]
     max_length: int
     max_tokens_per_micro_batch: int
+    _headers: dict[tuple[str, str], MediaHeader] = field(default_factory=dict, repr=False)
 
     def measure(self, row: int) -> Record | Skip:
         try:
@@ -50,7 +52,7 @@ class Measurer:
         shapes, counts = [], []
         for ref in sample.media:
             encoder = encoders[ref.modality]
-            shape = self.media[encoder].plan_shape(read_header(ref))
+            shape = self.media[encoder].plan_shape(self._header(ref))
             try:
                 counts.append(self.metas[encoder].measure(shape)[1])
             except UserError as error:
@@ -70,6 +72,17 @@ class Measurer:
         )
         return Record(row, tokens, int((labels >= 0).sum()), sample.task, items)
 
+    def _header(self, ref: MediaRef) -> MediaHeader:
+        """Files that several rows share are looked at once."""
+        if ref.path is None:
+            return read_header(ref)
+        key = ref.modality, ref.path
+        if key not in self._headers:
+            if len(self._headers) >= _HEADERS:
+                self._headers.clear()
+            self._headers[key] = read_header(ref)
+        return self._headers[key]
+
     def measure_chunk(self, rows: range) -> list[Record | Skip]:
         return [self.measure(row) for row in rows]
 
@@ -84,6 +97,7 @@ def build_index(measurer: Measurer, *, raise_first: bool, quiet: bool = False) -
             if raise_first and isinstance(result, Skip):
                 raise UserError(describe_skip(measurer.source, result) + '; omni.data.on_error is "raise"')
         results += part
+    measurer._headers.clear()
     return SourceIndex.from_results(results, list(measurer.media))
 
 

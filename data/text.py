@@ -246,12 +246,14 @@ class TextProcessor:
     def _slots(self, ids: np.ndarray, sample: Sample) -> tuple[int, ...]:
         """Positions of the placeholder tokens, which must be the row's media in order."""
         wanted = [self._by_modality[ref.modality].id for ref in sample.media]
-        slots = np.flatnonzero(np.isin(ids, [p.id for p in self.placeholders.values()]))
-        if ids[slots].tolist() != wanted:
+        own = {placeholder.id for placeholder in self.placeholders.values()}
+        tokens = ids.tolist()
+        slots = tuple(at for at, token in enumerate(tokens) if token in own)
+        if [tokens[slot] for slot in slots] != wanted:
             raise RowError(
                 "placeholder tokens do not match the media", f"{len(slots)} tokens for {len(wanted)} media"
             )
-        return tuple(slots.tolist())
+        return slots
 
 
 def _default_template(template: str | Mapping[str, str] | None) -> str | None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import data.index_build
+from data.cache import BoundedCache
 from data.errors import MediaError, RowError
 from data.index import open_dataset
 from data.preprocess import build_preprocess
@@ -57,6 +58,7 @@ def test_measures_are_those_of_the_encoded_samples(folder):
         placeholders = [p.id for p in dataset.text.placeholders.values()]
         assert np.isin(sample.input_ids, placeholders).sum() == sum(item.rows for item in meta.items)
     assert [dataset.meta(row).task for row in (0, 1)] == ["look", "listen"]
+    assert dataset.tasks == ("", "listen", "look")
 
 
 def test_several_sources_are_numbered_through(folder):
@@ -222,3 +224,22 @@ def test_geometry_that_does_not_fit_is_a_skip(folder):
     data_file = write(folder, [rows_of_all_kinds()[0]])
     with pytest.raises(UserError, match="image does not fit its encoder"):
         open_dataset([data_file], settings(), text, media, metas, builder=True)
+
+
+def test_cached_media_are_those_of_a_fresh_data_set(folder):
+    data_file = write(folder, rows_of_all_kinds())
+    dataset, fresh = opened(data_file), opened(data_file)
+    items = [item for row in range(5) for item in dataset.meta(row).items]
+    for item in [*items, *reversed(items)]:
+        value = dataset.load_media(item.row, item.ordinal)
+        fresh._make_caches()
+        assert np.array_equal(value, fresh.load_media(item.row, item.ordinal))
+    assert len(dataset._arrays) == 4  # two images, two clips
+
+
+def test_the_cache_is_bounded():
+    cache, made = BoundedCache(10), []
+    for key in (1, 2, 3, 1, 4, 2):
+        assert cache.get(key, lambda key=key: made.append(key) or key, lambda value: 3) == key
+    assert made == [1, 2, 3, 4, 2] and len(cache) == 3
+    assert cache.get("large", lambda: "x", lambda value: 11) == "x" and len(cache) == 3
