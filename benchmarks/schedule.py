@@ -27,7 +27,7 @@ from omni_ds.plan.capacity import share_targets
 from omni_ds.plan.fill import EncoderWork
 from omni_ds.plan.schedule import first_stage, joint, uniform
 from omni_ds.plan.shares import cut_windows, deal_windows
-from omni_ds.plan.tune import Shape, log_step, measure_items, tune
+from omni_ds.plan.tune import COARSE, Shape, log_step, measure_items, tune
 from omni_ds.plan.weave import LIVE_AT_LEAST, MOST_TRIES, TRIED_OPS
 
 STAGES = (2, 4, 8, 16)
@@ -109,8 +109,8 @@ def run_joint(case: Case, items: int) -> int:
     shape = Shape(
         stages=stages,
         micro_batches=count,
-        encode=log_step(total * stages, forward),
-        encode_back=log_step(2 * total * stages, forward),
+        encode=log_step(total * stages, forward) // COARSE * COARSE,
+        encode_back=log_step(2 * total * stages, forward) // COARSE * COARSE,
         items=each,
         spread=spread,
         ranks=1,

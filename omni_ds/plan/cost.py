@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from omni_ds.plan.base import LLMWork
@@ -44,40 +45,44 @@ def backward_factor(llm: LLMMeta, recompute: bool) -> int:
     return 1 + llm.trainable + recompute
 
 
+@dataclass(frozen=True)
+class LLMCost:
+    """Forward FLOPs of one decoder layer, and of the head, for each micro-batch of a replica."""
+
+    layer: tuple[int, ...]
+    head: tuple[int, ...]
+
+    @classmethod
+    def of(cls, llm: LLMMeta, micro_batches: Sequence[MicroBatch]) -> LLMCost:
+        return cls(
+            tuple(llm.layer_flops(mb.lengths) if mb.samples else 0 for mb in micro_batches),
+            tuple(llm.head_flops(mb.target_tokens) for mb in micro_batches),
+        )
+
+    def total(self, llm: LLMMeta) -> int:
+        return llm.layers * sum(self.layer) + sum(self.head)
+
+
 def llm_work(
     llm: LLMMeta,
     stages: Sequence[tuple[int, int]],
-    micro_batches: Sequence[MicroBatch],
+    costs: Sequence[LLMCost],
     *,
     recompute: bool,
     forward_only: bool,
 ) -> LLMWork:
-    """Costs of every stage and micro-batch; the head counts on the last stage. An embedding look-up costs
-    nothing."""
-    layer = [llm.layer_flops(mb.lengths) if mb.samples else 0 for mb in micro_batches]
-    head = [llm.head_flops(mb.target_tokens) for mb in micro_batches]
+    """Costs of every stage and micro-batch, averaged over replicas: they run one common program.
+
+    The head counts on the last stage. An embedding look-up costs nothing.
+    """
+    count = len(costs)
+    layer = [sum(cells) // count for cells in zip(*(cost.layer for cost in costs), strict=True)]
+    head = [sum(cells) // count for cells in zip(*(cost.head for cost in costs), strict=True)]
+    body_factor, head_factor = backward_factor(llm, recompute), 1 + llm.trainable
     forward, backward = [], []
     for s, (start, stop) in enumerate(stages):
-        last = s == len(stages) - 1
+        top = head if s == len(stages) - 1 else [0] * len(head)
         body = [(stop - start) * cost for cost in layer]
-        top = head if last else [0] * len(head)
         forward.append(tuple(b + t for b, t in zip(body, top, strict=True)))
-        factor = backward_factor(llm, recompute)
-        backward.append(tuple(factor * b + (1 + llm.trainable) * t for b, t in zip(body, top, strict=True)))
+        backward.append(tuple(body_factor * b + head_factor * t for b, t in zip(body, top, strict=True)))
     return LLMWork(tuple(forward), None if forward_only else tuple(backward))
-
-
-def mean_work(works: Sequence[LLMWork]) -> LLMWork:
-    """The average over replicas: they run one common program."""
-    if len(works) == 1:
-        return works[0]
-    count = len(works)
-
-    def mean(tables: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(sum(cells) // count for cells in zip(*rows, strict=True))
-            for rows in zip(*tables, strict=True)
-        )
-
-    backward = None if works[0].backward is None else mean([w.backward for w in works])
-    return LLMWork(mean([w.forward for w in works]), backward)

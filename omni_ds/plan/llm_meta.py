@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from omni_ds.errors import UserError
@@ -82,7 +83,7 @@ class LLMMeta:
             model_type=family,
         )
 
-    @property
+    @cached_property
     def _query(self) -> int:
         return self.heads * self.head_dim
 
@@ -90,7 +91,7 @@ class LLMMeta:
     def _key_value(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def layer_matrices(self) -> int:
         """Matrix parameters of a decoder layer: q, k, v, o and the gated MLP."""
         attention = self.hidden * (2 * self._query + 2 * self._key_value)

@@ -12,7 +12,7 @@ LARGE_PROBLEM = 1 << 16
 
 
 def karmarkar_karp(
-    costs: Sequence[int], bins: int, *, capacities: Sequence[int] | None = None
+    costs: Sequence[int], bins: int, *, capacities: Sequence[int] | None = None, exact: bool = True
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of `costs` in each bin, ascending, by the largest differencing method for `bins` parts.
 
@@ -21,8 +21,9 @@ def karmarkar_karp(
     load minus capacity, so a bin with more room gets more. Unused room of the roomiest bin is a head start
     of the others: they carry it as a first load.
 
-    Differencing takes O(items x bins); beyond LARGE_PROBLEM of them the items are dealt largest first to
-    the least loaded bin instead (longest processing time), which is as even when bins hold many items.
+    Differencing takes O(items x bins). When that is more than LARGE_PROBLEM, when there is at most one item
+    for each bin, or with exact=False, items are dealt largest first to the least loaded bin instead
+    (longest processing time), in O(items x log bins).
     """
     assert bins >= 1
     assert capacities is None or len(capacities) == bins
@@ -36,7 +37,7 @@ def karmarkar_karp(
     if not any(head_start) and len(order) <= bins:
         # One each. (Differencing ends here too, after a merge for every item.)
         return tuple((order[b],) if b < len(order) else () for b in range(bins))
-    if len(order) * bins > LARGE_PROBLEM:
+    if not exact or len(order) <= bins or len(order) * bins > LARGE_PROBLEM:
         return _largest_first(order, costs, head_start)
 
     # A partial partition: slots (load, members) by falling load; absent slots are empty and weigh nothing.

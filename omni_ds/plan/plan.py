@@ -12,7 +12,8 @@ from omni_ds.plan.fill import Schedule
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
 from omni_ds.plan.mesh import Mesh
-from omni_ds.plan.reshard import Transfer, Window
+from omni_ds.plan.reshard import Transfer, Window, window_transfers
+from omni_ds.plan.shares import build_windows
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,17 @@ class Plan:
 class ReplicaPlan:
     """One DP replica's step. ranks: its encoder group, by stage. schedule: compute actions by stage.
 
-    live: bound on encoder windows alive on a rank. actions: global rank -> its lowered actions, made when
-    asked for (a process needs its own rank's).
+    members[w], passes[w]: micro-batches and passes of a window; parts[w][r]: which of its items ranks[r]
+    encodes (shares.build_windows). live: bound on encoder windows alive on a rank. windows, transfers and
+    lowered actions follow from these and are made when asked for: a process needs those of its own replica
+    and rank.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    windows: tuple[Window, ...]
-    transfers: tuple[Transfer, ...]
+    members: tuple[tuple[int, ...], ...]
+    passes: tuple[tuple[str, ...], ...]
+    parts: tuple[tuple[tuple[int, ...], ...], ...]
+    encoders: tuple[str, ...]
     ranks: tuple[int, ...]
     schedule: Schedule
     live: int
@@ -82,6 +87,16 @@ class ReplicaPlan:
     llm_trainable: bool
     encoders_trainable: bool
     _lowered: dict[int, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        return build_windows(
+            self.micro_batches, self.members, self.parts, self.passes, self.ranks, self.encoders
+        )
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(t for window in self.windows for t in window_transfers(window, self.ranks[0]))
 
     @cached_property
     def _routes(self) -> Routes:

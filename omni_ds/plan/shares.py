@@ -27,13 +27,18 @@ def placed_items(micro_batch: MicroBatch) -> tuple[PlacedItem, ...]:
 
 
 def deal_windows(
-    costs: Sequence[Sequence[int]], ranks: int, rooms: Sequence[Sequence[int]] | None = None
+    costs: Sequence[Sequence[int]],
+    ranks: int,
+    rooms: Sequence[Sequence[int]] | None = None,
+    *,
+    exact: bool = True,
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Indices of each window's items for each rank: [window][rank].
 
     costs[w]: of its items. rooms[w]: how the ranks should divide the window, in any unit; None for evenly.
-    What a rank got too much or too little of is carried over to the next window: with few or very unequal
-    items single windows cannot be even, and ranks run ahead of each other by several windows.
+    exact: as in karmarkar_karp. What a rank got too much or too little of is carried over to the next
+    window: with few or very unequal items single windows cannot be even, and ranks run ahead of each other
+    by several windows.
     """
     carry = [0] * ranks
     result = []
@@ -47,39 +52,29 @@ def deal_windows(
         else:
             parts = sum(rooms[w])
             room = [part * total // parts + c for part, c in zip(rooms[w], carry, strict=True)]
-        dealt = karmarkar_karp(window, ranks, capacities=room)
+        dealt = karmarkar_karp(window, ranks, capacities=room, exact=exact)
         carry = [r - sum(window[i] for i in part) for r, part in zip(room, dealt, strict=True)]
         result.append(dealt)
     return result
 
 
-def share_window(
-    index: int,
-    members: Sequence[int],
-    items: Sequence[PlacedItem],
-    parts: Sequence[Sequence[int]],
+def build_windows(
+    micro_batches: Sequence[MicroBatch],
+    members: Sequence[Sequence[int]],
+    parts: Sequence[Sequence[Sequence[int]]],
+    passes: Sequence[tuple[str, ...]],
     ranks: Sequence[int],
-    encoder_order: dict[str, int],
-    passes: tuple[str, ...] = (),
-) -> Window:
-    """The window whose items were dealt to the ranks of the encoder group as `parts` says."""
-    shares = tuple(
-        Share(rank, order_share([items[i] for i in part], encoder_order))
-        for rank, part in zip(ranks, parts, strict=True)
-    )
-    return Window(index, tuple(members), shares, passes)
-
-
-def share_first_stage(
-    index: int,
-    members: Sequence[int],
-    items: Sequence[PlacedItem],
-    ranks: Sequence[int],
-    encoder_order: dict[str, int],
-    passes: tuple[str, ...] = (),
-) -> Window:
-    """Everything on the first rank, the one that embeds."""
-    shares = tuple(
-        Share(rank, order_share(items, encoder_order) if rank == ranks[0] else ()) for rank in ranks
-    )
-    return Window(index, tuple(members), shares, passes)
+    encoders: Sequence[str],
+) -> tuple[Window, ...]:
+    """Windows with shares of placed items. parts[w][r]: which of the window's items rank ranks[r] encodes,
+    counted in the order micro-batch, sample, ordinal."""
+    order = {name: i for i, name in enumerate(encoders)}
+    windows = []
+    for w, window in enumerate(members):
+        items = [placed for m in window for placed in placed_items(micro_batches[m])]
+        shares = tuple(
+            Share(rank, order_share([items[i] for i in part], order) if part else ())
+            for rank, part in zip(ranks, parts[w], strict=True)
+        )
+        windows.append(Window(w, tuple(window), shares, passes[w]))
+    return tuple(windows)

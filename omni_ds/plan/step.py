@@ -8,17 +8,14 @@ cheap, and encoder ZeRO-3 needs one order in the whole world.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 
 from omni_ds.plan.batch import MicroBatch, assign
-from omni_ds.plan.cost import EncoderCost, backward_factor, llm_work, mean_work
-from omni_ds.plan.fill import EncoderWork
+from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
-from omni_ds.plan.reshard import Window, window_transfers
 from omni_ds.plan.sample import SampleMeta
-from omni_ds.plan.schedule import joint
-from omni_ds.plan.shares import placed_items
-from omni_ds.plan.weave import colocated, inline
+from omni_ds.plan.weave import weave
 
 FILL = 4  # micro-batches per stage where samples allow: the pipeline idles (P - 1) / (M + P - 1) of the time
 
@@ -33,48 +30,41 @@ def build_step(
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
     bins = _micro_batches(plan, samples, cost, forward_only)
-    works = [
-        llm_work(plan.llm, plan.stages, mbs, recompute=plan.options.recompute, forward_only=forward_only)
-        for mbs in bins
-    ]
-    llm = mean_work(works)
-    items = [[placed_items(mb) for mb in mbs] for mbs in bins]
-    training = plan.encoders_trainable and not forward_only
-    if not plan.encoders:
-        windows, schedule = [()] * len(items), joint(llm, EncoderWork((), ()))
-    else:
-        place = inline if plan.options.placement == "first_stage" else colocated
-        windows, schedule = place(plan, llm, items, cost, training)
-    replicas = []
-    for mbs, mine, ranks in zip(bins, windows, plan.mesh.encoder_groups(), strict=True):
-        transfers = tuple(t for window in mine for t in window_transfers(window, ranks[0]))
-        replicas.append(
-            ReplicaPlan(
-                micro_batches=mbs,
-                windows=mine,
-                transfers=transfers,
-                ranks=ranks,
-                schedule=schedule,
-                live=schedule.live,
-                forward_only=forward_only,
-                tied=plan.llm.tied,
-                llm_trainable=plan.llm.trainable,
-                encoders_trainable=plan.encoders_trainable,
-            )
+    llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
+    llm = llm_work(
+        plan.llm, plan.stages, llm_costs, recompute=plan.options.recompute, forward_only=forward_only
+    )
+    woven = weave(plan, llm, bins, cost, training=plan.encoders_trainable and not forward_only)
+    replicas = tuple(
+        ReplicaPlan(
+            micro_batches=micro_batches,
+            members=woven.members,
+            passes=woven.passes,
+            parts=parts,
+            encoders=tuple(meta.name for meta in plan.encoders),
+            ranks=ranks,
+            schedule=woven.schedule,
+            live=woven.schedule.live,
+            forward_only=forward_only,
+            tied=plan.llm.tied,
+            llm_trainable=plan.llm.trainable,
+            encoders_trainable=plan.encoders_trainable,
         )
+        for micro_batches, parts, ranks in zip(bins, woven.parts, plan.mesh.encoder_groups(), strict=True)
+    )
     return StepPlan(
         mesh=plan.mesh,
         step=step,
-        replicas=tuple(replicas),
+        replicas=replicas,
         micro_batches=len(bins[0]),
         samples=len(samples),
         tokens=sum(sample.tokens for sample in samples),
         target_tokens=sum(sample.target_tokens for sample in samples),
         forward_only=forward_only,
         hash=_hash(step, replicas, forward_only),
-        encoder_imbalance=_encoder_imbalance(plan, windows, cost),
-        llm_imbalance=_ratio([work.total for work in works]),
-        bubble_fraction=schedule.bubble_fraction,
+        encoder_imbalance=_ratio([load for loads in woven.loads for load in loads]),
+        llm_imbalance=_ratio([cost.total(plan.llm) for cost in llm_costs]),
+        bubble_fraction=woven.schedule.bubble_fraction,
     )
 
 
@@ -94,34 +84,28 @@ def _micro_batches(
     )
 
 
-def _encoder_imbalance(plan: Plan, windows: Sequence[Sequence[Window]], cost: EncoderCost) -> float:
-    loads = {rank: 0 for rank in range(plan.mesh.world_size)}
-    for replica in windows:
-        for window in replica:
-            for share in window.shares:
-                loads[share.rank] += sum(cost.total(placed.item) for placed in share.items)
-    return _ratio(list(loads.values()))
-
-
 def _ratio(loads: Sequence[int]) -> float:
     """Largest over mean; 1 when there is nothing."""
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int:
-    """63 bits of everything that decides what ranks do: messages and actions follow from it."""
-    text = [f"{step} {forward_only}"]
+    """63 bits of everything that decides what ranks do: windows, messages and actions follow from it."""
+    first = replicas[0]
+    numbers = array("q", (step, forward_only, len(replicas), first.live, first.tied))
     for replica in replicas:
-        text += [
-            f"m {[(s.row, s.tokens, s.target_tokens) for s in mb.samples]}" for mb in replica.micro_batches
-        ]
-        for window in replica.windows:
-            text.append(f"w {window.micro_batches} {window.passes}")
-            for share in window.shares:
-                text.append(
-                    f"s {[(p.micro_batch, p.position, p.item.ordinal, p.item.rows) for p in share.items]}"
-                )
-    for stage in replicas[0].schedule.stages:
-        text.append(" ".join(map(str, stage)))
-    digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+        for mb in replica.micro_batches:
+            numbers.append(-len(mb.samples))
+            for s in mb.samples:
+                numbers.extend((s.row, s.tokens, s.target_tokens))
+                for item in s.items:
+                    numbers.extend((item.rows, *item.shape))
+        for window in replica.parts:
+            for part in window:
+                numbers.append(-len(part))
+                numbers.extend(part)
+    text = [repr((first.members, first.passes))]
+    text += [" ".join(map(str, actions)) for actions in first.schedule.stages]
+    digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8)
+    digest.update(numbers.tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1

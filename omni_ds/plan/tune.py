@@ -20,6 +20,9 @@ from omni_ds.plan.shares import cut_windows, deal_windows
 UNIT = 1 << 16
 # round(UNIT * 2 ** (k / 12)): integers, so that no machine's pow() rounds otherwise.
 _OCTAVE = (65536, 69433, 73562, 77936, 82570, 87480, 92682, 98193, 104032, 110218, 116772, 123715)
+COARSE = 3  # log_step is rounded down to multiples of it: steps of one kind share a search
+# Candidates count as equal within one part in NEAR of the step and NEAR_ENCODER of a rank's encoder time.
+NEAR, NEAR_ENCODER = 256, 32
 ALWAYS = 1000000  # an overflow that lets everything start in a bubble
 # (lead in micro-batches, None: as many as stages; overflow)
 KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, 500), (1, ALWAYS), (None, 500), (None, ALWAYS))
@@ -92,11 +95,11 @@ def from_log_step(step: int) -> int:
 
 
 def window_sizes(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Powers of two up to twice the stages, at most the step."""
+    """Powers of two up to twice the stages, at most the step; and the whole step."""
     sizes = [1]
     while sizes[-1] < min(2 * stages, micro_batches):
         sizes.append(min(2 * sizes[-1], micro_batches))
-    return tuple(sizes)
+    return tuple(dict.fromkeys([*sizes, micro_batches]))
 
 
 def measure_items(items: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -107,7 +110,7 @@ def measure_items(items: Sequence[Sequence[int]]) -> tuple[int, int]:
         return 1, 0
     mean = max(1, len(costs) // len(items))
     spread = log_step(sum(cost * cost for cost in costs) * len(costs), sum(costs) ** 2)
-    return 1 << min(6, mean.bit_length() - 1), max(0, spread) // 3 * 3
+    return 1 << min(6, mean.bit_length() - 1), max(0, spread) // COARSE * COARSE
 
 
 @lru_cache(maxsize=4096)
@@ -125,6 +128,8 @@ def tune(shape: Shape) -> tuple[Choice, ...]:
     works = {}
     screened = []
     for size in window_sizes(stages, count):
+        if size > max(shape.live, 2 * stages):
+            continue  # one window would hold more than may be alive
         windows = cut_windows(count, size)
         live = live_windows(windows, stages, shape.live)
         for unequal in (False, True):
@@ -143,7 +148,10 @@ def tune(shape: Shape) -> tuple[Choice, ...]:
                     tried.append((_length(llm, works[-size, unequal], line, other), other))
         length, choice = min(tried, key=lambda found: found[0])
         ranking.append((length, size, unequal, choice))
-    return tuple(entry[-1] for entry in sorted(ranking, key=lambda entry: entry[:3]))
+    encoding = count * (from_log_step(shape.encode) + from_log_step(shape.encode_back or -96)) // stages
+    grain = max(1, min(min(entry[0] for entry in ranking) // NEAR, encoding // NEAR_ENCODER))
+    ranking.sort(key=lambda entry: (entry[0] // grain, *entry[1:3], entry[0]))
+    return tuple(entry[-1] for entry in ranking)
 
 
 def _length(llm: LLMWork, work: EncoderWork, line: TimeLine, choice: Choice) -> int:

@@ -145,6 +145,13 @@ def _broken(edit, **options):
     return str(error.value)
 
 
+def _with(replica, **derived):
+    """The replica with other windows or transfers than follow from its parts."""
+    copied = replace(replica, _lowered={})
+    copied.__dict__.update(derived)
+    return copied
+
+
 def test_validator_finds_a_missing_receive_and_marks_the_cell():
     def edit(rank, actions):
         return [a for a in actions if rank == 0 or str(a) != "RF2<0"]
@@ -221,12 +228,12 @@ def test_validator_finds_an_item_encoded_twice_and_rows_sent_to_the_wrong_place(
         replace(w, shares=(doubled, *w.shares[1:])) if w is window else w for w in replica.windows
     )
     with pytest.raises(ScheduleError, match="encoded 2 times instead of once"):
-        validate_step(plan, replace(step, replicas=(replace(replica, windows=windows),)))
+        validate_step(plan, replace(step, replicas=(_with(replica, windows=windows),)))
     first = replica.transfers[0]
     piece = replace(first.pieces[0], destination_start=first.pieces[0].destination_start + 1)
     moved = (replace(first, pieces=(piece, *first.pieces[1:])), *replica.transfers[1:])
     with pytest.raises(ScheduleError, match="times instead of"):
-        validate_step(plan, replace(step, replicas=(replace(replica, transfers=moved),)))
+        validate_step(plan, replace(step, replicas=(_with(replica, transfers=moved),)))
 
 
 def test_plan_refuses_what_cannot_run():
