@@ -57,7 +57,7 @@ def evaluate(
     summed = {task: flat[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     whole = [sum(column) for column in zip(*summed.values(), strict=True)] or [0.0] * width
     report = _report(whole)
-    if tasks != ("",):
+    if len(tasks) > 1:
         report["tasks"] = {task or "other": _report(values) for task, values in summed.items()}
     return report
 

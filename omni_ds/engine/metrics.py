@@ -78,7 +78,7 @@ class Reporter:
         step = int(row["step"])
         line = (
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
-            f"lr {' '.join(f'{name} {rate:.2e}' for name, rate in row['lr'].items())}  "
+            f"lr {_compact(row['lr'])}  "
             f"{row['tokens_per_second']:.0f} tok/s"
         )
         if self._progress is not None:
@@ -107,6 +107,16 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
+
+
+def _compact(rates: Mapping[str, float]) -> str:
+    """``3.0e-04 llm, 1.8e-04 vision audio``: parts of one rate together."""
+    parts: dict[str, list[str]] = {}
+    for name, rate in rates.items():
+        parts.setdefault(f"{rate:.1e}", []).append(name)
+    if len(parts) == 1:
+        return next(iter(parts))
+    return ", ".join(f"{rate} {' '.join(names)}" for rate, names in parts.items())
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
