@@ -1,0 +1,180 @@
+"""Unequal shares, the search, costs and the printed plan."""
+
+import random
+
+import pytest
+from unit.plan_cases import plan_of, random_samples
+
+from omni_ds.plan.base import LLMWork, time_line
+from omni_ds.plan.build import build_step
+from omni_ds.plan.capacity import Idle, share_targets, split
+from omni_ds.plan.fill import EncoderWork
+from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters, state_bytes
+from omni_ds.plan.render import format_plan
+from omni_ds.plan.schedule import joint
+from omni_ds.plan.shares import cut_windows, deal_windows
+from omni_ds.plan.tune import UNIT, Shape, from_log_step, log_step, measure_items, tune, window_sizes
+
+
+def test_idle_time_before_and_after():
+    idle = Idle([10, 30], [20, 40], 50)  # idle 0-10, 20-30, 40-50
+    assert [idle.before(t) for t in (0, 5, 10, 15, 25, 30, 45, 50)] == [0, 5, 10, 10, 15, 20, 25, 30]
+    assert idle.after(25) == 15
+
+
+def test_split_uses_room_first_and_pauses_least():
+    assert split([10, 0], [10, 10], 2000, 8) == [8, 0]
+    # no room for backwards on stage 0, which are twice as long: stage 1 takes the rest, then both pause
+    row = split([10, 10], [0, 10], 2000, 10)
+    assert sum(row) == 10 and row[1] == 10
+    assert split([0, 0, 0], None, 0, 9) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("percent", [5, 30, 300])
+def test_targets_add_up(percent):
+    llm, windows, forward = _step(4, 16, percent)
+    targets = share_targets(llm, time_line(llm), windows, forward, [2 * f for f in forward])
+    assert [sum(row) for row in targets] == forward
+    assert min(share for row in targets for share in row) >= 0
+
+
+def test_early_windows_go_to_late_stages_and_that_is_faster():
+    llm, windows, forward = _step(8, 32, 30)
+    targets = share_targets(llm, time_line(llm), windows, forward, [2 * f for f in forward])
+    assert targets[1][7] > targets[1][0]  # stage 0 has no idle time before its second forward
+    unequal = EncoderWork(
+        windows, tuple(map(tuple, targets)), tuple(tuple(2 * c for c in row) for row in targets)
+    )
+    even = EncoderWork(windows, ((30,) * 8,) * 32, ((60,) * 8,) * 32)
+    fastest = [
+        min(joint(llm, work, live=64, overflow=overflow).length for overflow in (0, 500, 10**6))
+        for work in (unequal, even)
+    ]
+    assert fastest[0] < 0.99 * fastest[1]
+
+
+def _step(stages, count, percent):
+    """Even LLM work, and per window of one micro-batch the encoder forward cost over all stages."""
+    llm = LLMWork(((100,) * count,) * stages, ((200,) * count,) * stages)
+    return llm, cut_windows(count, 1), [percent * stages] * count
+
+
+def test_dealing_carries_over_what_a_rank_got_too_much_of():
+    rng = random.Random(3)
+    windows = [[int(100 * rng.lognormvariate(0, 1)) + 1 for _ in range(5)] for _ in range(40)]
+    loads = [0] * 4
+    for window, parts in zip(windows, deal_windows(windows, 4), strict=True):
+        assert sorted(i for part in parts for i in part) == list(range(5))
+        for rank, part in enumerate(parts):
+            loads[rank] += sum(window[i] for i in part)
+    assert max(loads) - min(loads) <= max(map(max, windows))
+    assert deal_windows([[], [4]], 2)[0] == ((), ())
+
+
+def test_log_steps():
+    assert log_step(2, 1) == 12 and log_step(1, 2) == -12 and log_step(3, 3) == 0 and log_step(0, 5) == -96
+    for step in (-96, -5, 0, 7, 12, 40):
+        assert abs(log_step(from_log_step(step), UNIT) - step) <= 1
+
+
+def test_search_hides_small_encoders_and_respects_the_live_bound():
+    shape = Shape(
+        stages=4,
+        micro_batches=16,
+        encode=log_step(4, 10),
+        encode_back=log_step(8, 10),
+        items=0,
+        spread=0,
+        ranks=1,
+        live=16,
+        training=True,
+    )
+    best = tune(shape)[0]
+    assert best.live * best.window <= 16 + 4
+    assert tune(shape) is tune(shape)  # remembered
+    assert window_sizes(4, 16) == (1, 2, 4, 8, 16) and window_sizes(4, 3) == (1, 2, 3)
+    assert measure_items([[5, 5, 5], [5]]) == (2, 0)
+    assert measure_items([[]]) == (1, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_equal_those_of_transformers(family, tied):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=96,
+        head_dim=16,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    meta = LLMMeta.from_config(config.to_dict())
+    assert meta.parameters == sum(p.numel() for p in model.parameters())
+    assert meta.layer_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
+    # a matrix multiply-add is two FLOPs; attention adds the causal half of scores and values
+    matrices = sum(p.numel() for n, p in model.model.layers[0].named_parameters() if p.dim() == 2)
+    assert meta.layer_flops((10, 6)) == 2 * matrices * 16 + 2 * meta.heads * meta.head_dim * (100 + 36)
+    assert meta.head_flops(5) == 2 * 32 * 96 * 5
+
+
+def test_sliding_window_attention_costs_a_band():
+    config = {
+        "model_type": "mistral",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "sliding_window": 4,
+    }
+    meta = LLMMeta.from_config(config)
+    pairs = sum(min(i + 1, 4) for i in range(100))
+    band = meta.layer_flops((100,)) - 2 * meta.layer_matrices * 100
+    assert abs(band - 4 * 32 * pairs) <= 4 * 32 * 100  # scores and values, up to the diagonal's half
+
+
+def test_memory_counts_18_and_16_bytes_split_by_zero():
+    assert state_bytes(100, True, 0, 4, BF16) == 1800 and state_bytes(100, True, 0, 4, FP32) == 1600
+    assert state_bytes(100, True, 1, 4, BF16) == 600 + 300
+    assert state_bytes(100, True, 2, 4, BF16) == 200 + 100 + 300
+    assert state_bytes(100, True, 3, 4, BF16) == 450
+    assert state_bytes(100, False, 2, 4, BF16) == 200
+    plan = plan_of(2, 2, towers=False)
+    assert (
+        sum(stage_parameters(plan, s) for s in (0, 1)) == plan.llm.parameters + plan.llm.embedding_parameters
+    )
+    trained, frozen = encoder_parameters(plan)
+    assert trained == sum(m.projector_parameters for m in plan.encoders)
+    assert frozen == sum(m.tower_parameters for m in plan.encoders)
+    expected = (
+        stage_parameters(plan, 0) * 12 + trained * 2 + -(-trained * 4 // 4) + trained * 12 // 4 + frozen * 2
+    )
+    assert rank_bytes(plan, 0, BF16) == expected
+
+
+def test_printed_plan_names_everything():
+    plan = plan_of(2, 2, towers=False)
+    step = build_step(plan, 0, random_samples(plan, 24, 0))
+    text = format_plan(plan, step)
+    assert (
+        "4 ranks = pipe 2 x data 2" in text
+        and "decoder layers 0-3" in text
+        and "norm and head (tied)" in text
+    )
+    assert "encoder image" in text and "trains projector" in text and f"{step.hash:016x}" in text
+    assert max(map(len, text.splitlines())) <= 162
+    # every action of every rank of the replica is in the second grid
+    for rank in (0, 2):
+        row = " ".join(
+            line.split(" | ")[1] for line in text.splitlines() if line.startswith(f"rank {rank} |")
+        )
+        assert row.split() == [str(a) for a in step.actions(rank)]
