@@ -219,16 +219,11 @@ def omni_attention(
 ) -> tuple[Tensor, None]:
     """HF attention function. query [B, A, T, D], key and value [B, K, T, D] -> ([B, T, A, D], None).
 
-    With a Packing, B is 1 and attention stays inside its segments. Without one, every row of the batch is one
-    segment that sees itself in both directions (HF's DINOv2 layers before transformers 5.20 take no mask at
-    all).
+    B is 1 and attention stays inside the segments of the Packing, which comes in the place of HF's mask, or
+    as the attribute ``packing`` of an attention module whose layer takes no mask.
     """
     assert dropout == 0.0, "dropout inside packed attention would depend on the packing"
-    if attention_mask is None:
-        assert not getattr(module, "is_causal", False), "causal attention needs a Packing"
-        out = F.scaled_dot_product_attention(query, key, value, scale=scaling)
-        return out.transpose(1, 2), None
-    packing = attention_mask
+    packing = getattr(module, "packing", None) if attention_mask is None else attention_mask
     assert isinstance(packing, Packing) and query.shape[0] == 1, (
         "packed attention takes [1, T, C] and a Packing"
     )

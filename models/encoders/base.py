@@ -77,27 +77,26 @@ class Encoder(nn.Module):
         """Tower features [sum of rows * columns, C] and the (rows, columns) of each item's tokens."""
 
     def run_layers(self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int]) -> Tensor:
-        """Tower layers on packed tokens [T, C]; attention stays inside segments."""
-        if "attention_mask" not in inspect.signature(type(layers[0]).forward).parameters:
-            return self._run_unpacked(layers, hidden, segments)
+        """Tower layers, each called once, on packed tokens [T, C]; attention stays inside segments."""
         packing = Packing.of(segments, hidden.device)
-        return self._run(layers, hidden.unsqueeze(0), packing).squeeze(0)
-
-    def _run(self, layers: nn.ModuleList, hidden: Tensor, *mask: Packing) -> Tensor:
+        hidden = hidden.unsqueeze(0)
         for layer in layers:
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, *mask, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(
+                    run_packed, layer, hidden, packing, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                hidden = layer(hidden, *mask)
-        return hidden
+                hidden = run_packed(layer, hidden, packing)
+        return hidden.squeeze(0)
 
-    def _run_unpacked(self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int]) -> Tensor:
-        """Layers without a mask argument (DINOv2 before transformers 5.20): one batch for each segment
-        length."""
-        items, done = hidden.split(list(segments)), [hidden] * len(segments)
-        for length in sorted(set(segments)):
-            members = [i for i, n in enumerate(segments) if n == length]
-            batch = self._run(layers, torch.stack([items[i] for i in members]))
-            for row, i in enumerate(members):
-                done[i] = batch[row]
-        return torch.cat(done)
+
+def run_packed(layer: nn.Module, hidden: Tensor, packing: Packing) -> Tensor:
+    """An HF layer on [1, T, C].
+
+    DINOv2's layers before transformers 5.20 take no mask; their attention module is told directly.
+    """
+    if "attention_mask" in inspect.signature(type(layer).forward).parameters:
+        return layer(hidden, packing)
+    attention = next(module for module in layer.modules() if hasattr(module, "is_causal"))
+    attention.packing = packing
+    return layer(hidden)

@@ -11,7 +11,7 @@ has it; it takes no part and never trains.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +49,8 @@ class VitEncoder(Encoder):
             if dino
             else ("tower.post_layernorm.weight", "tower.post_layernorm.bias")
         )
-        self._interpolates_itself = dino
-        if not dino:
-            self.tower.embeddings.interpolate_pos_encoding = self.interpolate_positions
+        self._dino = dino
+        self.tower.embeddings.forward = self.embed
 
     def constants(self) -> dict[str, Tensor]:
         scales = {
@@ -71,51 +70,78 @@ class VitEncoder(Encoder):
         encoder = self.tower.encoder
         return encoder.layer if hasattr(encoder, "layer") else encoder.layers
 
-    @property
-    def _patch_convolution(self) -> nn.Conv2d:
-        embeddings = self.tower.embeddings
-        return (
-            embeddings.patch_embeddings.projection
-            if self._interpolates_itself
-            else embeddings.patch_embedding
-        )
+    def embed(self, images: Sequence[Tensor]) -> Tensor:
+        """Images [channels, height, width] -> packed tokens [sum of prefix + patches, C], positions added.
 
-    def embed(self, pixels: Tensor) -> Tensor:
-        """[n, channels, height, width] -> [n, prefix + patches, C]; positions interpolated off the native
-        size."""
-        if self._interpolates_itself:
-            return self.tower.embeddings(pixels)
-        native = pixels.shape[-2:] == (self.meta.image, self.meta.image)
-        tokens = self.tower.embeddings(pixels, interpolate_pos_encoding=not native)
-        return self.tower.pre_layrnorm(tokens) if hasattr(self.tower, "pre_layrnorm") else tokens
-
-    def interpolate_positions(self, tokens: Tensor, height: int, width: int) -> Tensor:
-        """Position embeddings [1, prefix + patches, C] for an image of height x width pixels (SigLIP, CLIP).
-
-        Takes the place of HF's, which reads the embedding's weight from outside its module: under ZeRO-3
-        the weight is there only while the module runs. Same arithmetic: bicubic from the native square grid.
+        The ``forward`` of the tower's embeddings module, in the place of HF's, which takes one size a call.
+        The calls of modules do not depend on the images, because under ZeRO-3 a call is a collective, and a
+        weight is read only while its module runs. Same arithmetic as HF's otherwise.
         """
-        del tokens
-        embeddings, prefix, side = self.tower.embeddings, self.meta.prefix, self.meta.image // self.meta.patch
-        table = embeddings.position_embedding(embeddings.position_ids)
-        grid = table[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-        size = (height // self.meta.patch, width // self.meta.patch)
-        grid = F.interpolate(grid, size=size, mode="bicubic", align_corners=False)
-        return torch.cat([table[:, :prefix], grid.flatten(2).transpose(1, 2)], dim=1)
+        embeddings, patch = self.tower.embeddings, self.meta.patch
+        convolution = embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
+        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        pieces = [_patches(image, patch) for image in images]
+        pixels = torch.cat(pieces).to(convolution.weight.device, convolution.weight.dtype)
+        tokens = convolution(pixels).flatten(1)
+        positions = self._positions(dict.fromkeys(grids))
+        prefix = self._prefix()
+        items = []
+        for piece, grid in zip(tokens.split([rows * columns for rows, columns in grids]), grids, strict=True):
+            table = positions[grid]
+            head, tail = table[: table.shape[0] - piece.shape[0]], table[table.shape[0] - piece.shape[0] :]
+            if prefix is not None:  # registers follow the CLS token and have no position
+                items += [prefix[:1] + head, prefix[1:]]
+            items.append(piece + tail)
+        return torch.cat(items)
+
+    def _prefix(self) -> Tensor | None:
+        """CLS token and registers [prefix, C]."""
+        embeddings = self.tower.embeddings
+        if self._dino:
+            registers = getattr(embeddings, "register_tokens", None)
+            cls = embeddings.cls_token[0]
+            return cls if registers is None else torch.cat([cls, registers[0]])
+        return embeddings.class_embedding[None] if self.meta.prefix else None
+
+    def _positions(self, grids: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+        """Position embeddings [rows * columns, C] of each grid, after one for the CLS token if any."""
+        embeddings, patch, side = self.tower.embeddings, self.meta.patch, self.meta.image // self.meta.patch
+        if self._dino:  # HF's method reads parameters of this very module
+            width = self.meta.hidden
+            return {
+                (rows, columns): embeddings.interpolate_pos_encoding(
+                    torch.empty(1, 1 + rows * columns, width, device="meta"), rows * patch, columns * patch
+                )[0]
+                for rows, columns in grids
+            }
+        table = embeddings.position_embedding(embeddings.position_ids)[0]
+        native = table[self.meta.prefix :].view(1, side, side, -1).permute(0, 3, 1, 2)
+        tables = {}
+        for grid in grids:
+            tables[grid] = table
+            if grid != (side, side):
+                resized = F.interpolate(native, size=grid, mode="bicubic", align_corners=False)
+                tables[grid] = torch.cat([table[: self.meta.prefix], resized[0].flatten(1).T])
+        return tables
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
-        weight = self._patch_convolution.weight
-        items: list[Tensor] = list(values)
-        for shape in dict.fromkeys(value.shape for value in values):
-            members = [i for i, value in enumerate(values) if value.shape == shape]
-            tokens = self.embed(torch.stack([values[i] for i in members]).to(weight.device, weight.dtype))
-            for row, i in enumerate(members):
-                items[i] = tokens[row]
-        segments = [item.shape[0] for item in items]
-        hidden = self.run_layers(self.layers, torch.cat(items), segments)
+        hidden = self.tower.embeddings(list(values))
+        if hasattr(self.tower, "pre_layrnorm"):
+            hidden = self.tower.pre_layrnorm(hidden)
+        segments = [self.meta.measure(value.shape[1:])[0][0] for value in values]
+        hidden = self.run_layers(self.layers, hidden, segments)
         if self.meta.keep_prefix:
             return hidden, [(1, length) for length in segments]
         prefix, patch = self.meta.prefix, self.meta.patch
         if prefix:
             hidden = torch.cat([item[prefix:] for item in hidden.split(segments)])
         return hidden, [(value.shape[1] // patch, value.shape[2] // patch) for value in values]
+
+
+def _patches(image: Tensor, patch: int) -> Tensor:
+    """[channels, height, width] -> [rows * columns, channels, patch, patch]; a remainder is left out."""
+    rows, columns = image.shape[1] // patch, image.shape[2] // patch
+    image = image[:, : rows * patch, : columns * patch]
+    return (
+        image.unflatten(2, (columns, patch)).unflatten(1, (rows, patch)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    )

@@ -74,9 +74,9 @@ class WhisperEncoder(Encoder):
         return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
 
     def embed(self, windows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C], positions added, and each window's tokens.
+        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C] with positions, and each window's tokens.
 
-        All windows lie on one time axis, two or three frames of zeros between them, each starting at an even
+        All windows lie on one time axis, one or two frames of zeros between them, each starting at an even
         frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
         nothing but the gaps is wasted. The first convolution's output is set to zero in the gaps, which is
         what the second one finds beyond a window that stands alone.
@@ -84,8 +84,10 @@ class WhisperEncoder(Encoder):
         tower = self.tower
         device = windows[0].device
         frames = [window.shape[1] for window in windows]
-        spans = [n + 2 + n % 2 for n in frames]
-        axis = torch.cat([F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1)
+        spans = [*(n + 2 - n % 2 for n in frames[:-1]), frames[-1]]
+        axis = torch.cat(
+            [F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1
+        )
         inside = torch.cat([torch.arange(span) < n for n, span in zip(frames, spans, strict=True)])
         hidden = F.gelu(tower.conv1(axis[None])) * inside.to(device)
         hidden = F.gelu(tower.conv2(hidden))[0].T
@@ -93,4 +95,4 @@ class WhisperEncoder(Encoder):
         within = [torch.arange(n) for n in segments]
         starts = [0, *itertools.accumulate(span // 2 for span in spans)]
         rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)]).to(device)
-        return hidden[rows] + tower.embed_positions(torch.cat(within).to(device)), segments
+        return hidden.index_select(0, rows) + tower.embed_positions(torch.cat(within).to(device)), segments

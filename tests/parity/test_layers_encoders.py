@@ -28,6 +28,13 @@ def perturbed(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def assert_same_gradient(name: str, ours: Tensor, theirs: Tensor) -> None:
+    """To rounding of the largest element; the gradient of a key bias is rounding alone."""
+    scale = max(theirs.abs().max().item(), 0.1)
+    difference = (ours - theirs).abs().max().item()
+    assert difference <= 1e-5 * scale, f"{name}: gradients differ by {difference}, largest is {scale}"
+
+
 def built(config: dict, **keys) -> Encoder:
     return perturbed(
         build_encoder("x", encoder_section(config, **keys), AutoConfig.for_model(**config), HIDDEN)
@@ -74,7 +81,7 @@ def test_vit_equals_hf_hidden_states(name: str, layer: int) -> None:
             assert theirs[local].grad is None, f"{local} is frozen but takes part"
             continue
         trained += 1
-        torch.testing.assert_close(parameter.grad, theirs[local].grad, rtol=1e-4, atol=1e-5, msg=local)
+        assert_same_gradient(local, parameter.grad, theirs[local].grad)
     assert trained > 10
 
 
@@ -114,10 +121,9 @@ def test_equals_llava(tower: str, layer: int | None, select: str | None) -> None
     torch.testing.assert_close(rows, expected, **TOLERANCE)
     expected.square().sum().backward()
     rows.square().sum().backward()
-    theirs = llava.model.multi_modal_projector
-    torch.testing.assert_close(
-        encoder.projector.linear_1.weight.grad, theirs.linear_1.weight.grad, rtol=1e-4, atol=1e-4
-    )
+    for name, parameter in encoder.projector.named_parameters():
+        theirs = llava.model.multi_modal_projector.get_parameter(name).grad
+        assert_same_gradient(name, parameter.grad, theirs)
 
 
 def test_cut_tower_is_an_hf_class() -> None:
@@ -160,8 +166,7 @@ def test_whisper_equals_hf_on_the_truncated_sequence() -> None:
         if local == "embed_positions.weight":
             assert not parameter.requires_grad
             continue
-        theirs = reference.get_parameter(local).grad
-        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-4, atol=1e-5, msg=local)
+        assert_same_gradient(local, parameter.grad, reference.get_parameter(local).grad)
 
 
 def test_whisper_padded_equals_hf() -> None:

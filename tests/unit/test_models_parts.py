@@ -221,3 +221,25 @@ def test_weights_are_read_only_while_their_module_runs(name: str) -> None:
         module.register_forward_hook(partial(swap, present=False))
     with torch.no_grad():
         torch.testing.assert_close(encoder(values), expected)
+
+
+@pytest.mark.parametrize("name", list(ENCODERS))
+def test_module_calls_do_not_depend_on_the_items(name: str) -> None:
+    """Under ZeRO-3 a module call is a collective: ranks with other items must make the same ones in order."""
+    encoder = build_encoder("x", encoder_section(ENCODERS[name]), AutoConfig.for_model(**ENCODERS[name]), 24)
+    calls: list[str] = []
+    for path, module in encoder.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
+    shapes = [[(8, 33)], [(8, 95), (8, 2), (8, 40), (8, 21)]]
+    if name != "whisper":
+        shapes = [[(3, 16, 16)], [(3, 16, 16), (3, 8, 20), (3, 12, 12)]]
+    seen = []
+    for group in [*shapes, None]:
+        calls.clear()
+        values = (
+            [torch.randn(shape) for shape in group] if group else encoder.minimal_values("cpu", torch.float32)
+        )
+        encoder(values)
+        seen.append(list(calls))
+    assert len(seen[0]) > 10
+    assert seen[0] == seen[1] == seen[2]
