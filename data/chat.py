@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import RowError
+from data.rows import REASONING
 
 MARK_BASE = 0xF0000
 _THINK_TAG = re.compile(r"(</?think>)")
@@ -28,19 +29,23 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 class Turn:
     """Characters [start, stop) of the rendering that the assistant writes in answer to what precedes them.
 
-    message: index into the messages. They include thoughts that the template kept, tool calls and the
-    end-of-turn token, not the header and not an empty thought.
+    They include thoughts that the template kept, tool calls and the end-of-turn token, not the header and not
+    an empty thought. message: index into the messages. closed: whether there is an end-of-turn token.
     """
 
     message: int
     start: int
     stop: int
+    closed: bool
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: the conversation; turns: the assistant's, in order; contents: per message, the characters [start,
-    stop) that come from its content, or None where they could not be told apart (`exact` is False then)."""
+    """A conversation as the template writes it.
+
+    turns: the assistant's, in order. contents: per message, the characters [start, stop) that come from it;
+    where `exact` is False only the assistant's messages could be told apart.
+    """
 
     text: str
     turns: tuple[Turn, ...]
@@ -55,14 +60,17 @@ class ChatRenderer:
     placeholders).
     """
 
-    def __init__(self, render: Render, end_of_turn: re.Pattern[str], headers: tuple[str, ...] | None = None):
+    def __init__(self, render: Render, end_of_turn: re.Pattern[str]):
         self.render = render
         self.end_of_turn = end_of_turn
-        self.headers = _generation_prompts(render) if headers is None else headers
+        self.headers = _generation_prompts(render)
+        self.usual_end = _usual_end(render, end_of_turn)
 
     def with_render(self, render: Render) -> "ChatRenderer":
         """The same template with other arguments (tools)."""
-        return ChatRenderer(render, self.end_of_turn, self.headers)
+        other = copy.copy(self)
+        other.render = render
+        return other
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
         """RowError when the template fails or its rendering cannot be aligned."""
@@ -119,8 +127,17 @@ class ChatRenderer:
         empty = _EMPTY_THINK.match(text, start, first)
         if empty:
             start = empty.end()
+        end = self._end(text, last, ceiling, calls="tool_calls" in messages[index])
+        return Turn(index, start, last if end is None else end, end is not None)
+
+    def _end(self, text: str, last: int, ceiling: int, *, calls: bool) -> int | None:
+        """End of the first special token after the content; tool calls may close with others before that."""
+        if calls and self.usual_end:
+            found = text.find(self.usual_end, last, ceiling)
+            if found >= 0:
+                return found + len(self.usual_end)
         end = self.end_of_turn.search(text, last, ceiling)
-        return Turn(index, start, end.end() if end else last)
+        return end.end() if end else None
 
     def _start(
         self, text: str, messages: Sequence[Mapping[str, Any]], index: int, floor: int, first: int
@@ -155,16 +172,28 @@ def _generation_prompts(render: Render) -> tuple[str, ...]:
     return tuple(variant for variant in variants if variant.strip())
 
 
+def _usual_end(render: Render, end_of_turn: re.Pattern[str]) -> str:
+    """The token that ends an answer without tool calls."""
+    try:
+        text = render([{"role": "user", "content": "x"}, {"role": "assistant", "content": "probe"}], False)
+    except RowError:
+        return ""
+    found = end_of_turn.search(text, max(0, text.rfind("probe")))
+    return found[0] if found else ""
+
+
 def _mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """The message with `mark` at both ends of every piece of content that is not white space."""
     marked = copy.deepcopy(dict(message))
     if message["role"] == "assistant":
-        pieces = _THINK_TAG.split(message["content"])
-        marked["content"] = "".join(
-            piece if _THINK_TAG.fullmatch(piece) else _around(piece, mark) for piece in pieces
-        )
-        if isinstance(message.get("reasoning_content"), str):
-            marked["reasoning_content"] = _around(message["reasoning_content"], mark)
+        if message["content"] is not None:
+            pieces = _THINK_TAG.split(message["content"])
+            marked["content"] = "".join(
+                piece if _THINK_TAG.fullmatch(piece) else _around(piece, mark) for piece in pieces
+            )
+        for name in REASONING:
+            if isinstance(message.get(name), str):
+                marked[name] = _around(message[name], mark)
         for call in marked.get("tool_calls", ()):
             _mark_call(call.get("function", call), mark)
     else:

@@ -13,6 +13,8 @@ from data.media import MediaRef, media_ref
 MEDIA_BASE = 0x100000
 """Character `chr(MEDIA_BASE + n)` (private use) stands in texts for the n-th medium of a row."""
 MAX_MEDIA = 4096
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Under these names a message can hold its thought apart from its content; transformers knows them all."""
 
 _COLUMN = {"image": "images", "audio": "audios", "video": "videos"}
 _TAG = re.compile(r"<(image|audio|video)>")
@@ -36,7 +38,8 @@ _PRIVATE_USE = re.compile("[\U000f0000-\U0010ffff]")
 class Sample:
     """One of messages and text. Texts hold `chr(MEDIA_BASE + n)` where medium n stands.
 
-    messages: dicts with role, content (str), and where given tool_calls, reasoning_content, name, loss, ...
+    messages: dicts with role, content (str; None where there are only tool_calls), and where given
+    tool_calls, reasoning_content, name, loss, ...
     """
 
     messages: tuple[dict[str, Any], ...] | None
@@ -124,15 +127,17 @@ class RowReader:
         role = _ROLES.get(message.get("role"))
         if role is None:
             raise RowError("unknown role", f"message {number} has role {message.get('role')!r}")
-        content = message.get("content", "")
+        content = message.get("content")
         message["role"] = role
-        message["content"] = (
-            placer.text(content, strict=True)
-            if isinstance(content, str)
-            else "".join(placer.part(part) for part in content)
-        )
-        if isinstance(message.get("reasoning_content"), str):
-            message["reasoning_content"] = _no_private(message["reasoning_content"])
+        if content is None:  # a message of tool calls alone; templates tell null from an empty string
+            message["content"] = None if message.get("tool_calls") else ""
+        elif isinstance(content, str):
+            message["content"] = placer.text(content, strict=True)
+        else:
+            message["content"] = "".join(placer.part(part) for part in content)
+        for name in REASONING:
+            if isinstance(message.get(name), str):
+                _no_private(message[name])
         if "tool_calls" in message:
             message["tool_calls"] = _clean(_json_list(message["tool_calls"], "tool_calls"))
             if not message["tool_calls"]:

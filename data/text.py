@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class TextProcessor:
         if sample.messages is None:
             text, targets, literal = sample.text, [(0, len(sample.text))], [(0, len(sample.text))]
         else:
-            rendered = self._rendered(sample)
+            rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
         text, targets, literal = self._place(text, targets, literal, sample)
@@ -171,6 +171,21 @@ class TextProcessor:
         if found := self._special.search(unmarked):
             raise RowError("text contains a special token", f"{found[0]!r} in tools or in content that moves")
         return rendered
+
+    def _closed(self, sample: Sample, rendered: Rendered) -> Rendered:
+        """End the last message with the end-of-text token where the template leaves it open.
+
+        Without it nothing would teach the model to stop.
+        """
+        eos = self.tokenizer.eos_token
+        last = rendered.turns[-1] if rendered.turns else None
+        if not eos or last is None or last.closed or last.message != len(sample.messages) - 1:
+            return rendered
+        if rendered.text[last.stop :].strip():
+            return rendered
+        closed = replace(last, stop=last.stop + len(eos), closed=True)
+        text = rendered.text[: last.stop] + eos
+        return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
     def _place(
         self, text: str, targets: Ranges, literal: Ranges, sample: Sample

@@ -74,6 +74,53 @@ def test_an_empty_thought_of_the_template_is_no_target(thinking):
     )
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_of_its_own_goes_by_several_names(name):
+    messages = [PLAIN[0], PLAIN[1] | {name: "a <|im_end|> bar"}]
+    text = make_text("think")
+    tokenised = text.tokenise(READER.read({"messages": messages}))
+    assert shown(text, tokenised).endswith("⟦<think>\na <|im_end|> bar\n</think>\n\nseven<|im_end|>⟧\n")
+    assert (tokenised.ids == text.tokenizer.eos_token_id).sum() == 2
+
+
+def test_the_last_answer_of_a_template_without_end_of_turn_gets_one():
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+    )
+    assert mark("chatml", {"messages": PLAIN}, chat_template=template) == (
+        "### user:\nWhich digit?\n\n### assistant:\n⟦seven⟧\n\n"
+        "### user:\nand?\n\n### assistant:\n⟦three<|im_end|>⟧"
+    )
+    marked = mark("chatml", {"messages": PLAIN[:3]}, chat_template=template)
+    assert marked.endswith("⟦seven⟧\n\n### user:\nand?\n\n")
+
+
+def test_a_next_header_can_end_a_turn():
+    """GLM's way: the model stops by opening the next role."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<think>\n' }}"
+        "{{ m.content }}{% endfor %}"
+    )
+    assert mark("chatml", {"messages": PLAIN}, chat_template=template) == (
+        "<|im_start|>Which digit?⟦<think>\nseven<|im_start|>⟧and?⟦<think>\nthree<|im_end|>⟧"
+    )
+
+
+def test_special_tokens_that_close_a_call_are_not_its_end():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.content %}{{ m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ '<|endoftext|>' + c.function.name + '<|endoftext|>' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    messages = [CALLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *CALLS[2:]]
+    assert "⟦<|endoftext|>add<|endoftext|><|endoftext|>add<|endoftext|><|im_end|>⟧" in mark(
+        "chatml", {"messages": messages}, chat_template=template
+    )
+
+
 def test_a_template_that_wants_parts():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
