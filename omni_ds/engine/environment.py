@@ -97,8 +97,9 @@ def _free_port() -> int:
 
 def stop_distributed() -> None:
     """Leave the world in order; without it some ranks abort when the process ends."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_available() else None)
         dist.destroy_process_group()
