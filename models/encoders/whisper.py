@@ -74,7 +74,7 @@ class WhisperEncoder(Encoder):
         return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
 
     def embed(self, windows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C] with positions, and each window's tokens.
+        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C], positions added, and tokens of each.
 
         All windows lie on one time axis, one or two frames of zeros between them, each starting at an even
         frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
