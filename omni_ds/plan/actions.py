@@ -42,6 +42,10 @@ class Kind(Enum):
     NORM = "NORM"
     STEP = "STEP"
 
+    # Members are singletons; Enum's own hash is a Python call that hashes the name, too slow for millions
+    # of look-ups.
+    __hash__ = object.__hash__
+
 
 LLM_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 ENCODER_COMPUTE = frozenset({Kind.EF, Kind.EB})

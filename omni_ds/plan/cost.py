@@ -55,8 +55,8 @@ class LLMCost:
     @classmethod
     def of(cls, llm: LLMMeta, micro_batches: Sequence[MicroBatch]) -> LLMCost:
         return cls(
-            tuple(llm.layer_flops(mb.lengths) if mb.samples else 0 for mb in micro_batches),
-            tuple(llm.head_flops(mb.target_tokens) for mb in micro_batches),
+            tuple(llm.layer_flops([s.tokens for s in mb.samples]) for mb in micro_batches),
+            tuple(llm.head_flops(sum([s.target_tokens for s in mb.samples])) for mb in micro_batches),
         )
 
     def total(self, llm: LLMMeta) -> int:

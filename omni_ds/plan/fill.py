@@ -110,7 +110,11 @@ class _Weaver:
         self.programs = llm.programs
         self.ef, self.eb = encoder.forward, encoder.backward
         self.windows = encoder.windows
-        self.numbers = [encoder.number(w) for w in range(len(encoder.windows))]
+        numbers = [encoder.number(w) for w in range(len(encoder.windows))]
+        self.act_f = [Action(Kind.F, m) for m in range(llm.micro_batches)]
+        self.act_b = [Action(Kind.B, m) for m in range(llm.micro_batches)]
+        self.act_ef = [Action(Kind.EF, number) for number in numbers]
+        self.act_eb = [Action(Kind.EB, number) for number in numbers]
         self.overflow = overflow
         self.live = (
             max(live, smallest_live(encoder.windows, self.stages))
@@ -143,7 +147,10 @@ class _Weaver:
             if not is_backward:
                 first_forward[m] = line.start[0][position]
         moments = [first_forward[max(0, members[0] - lead)] for members in self.windows]
-        return [[bisect_left(line.start[s], moment) for moment in moments] for s in range(self.stages)]
+        never = 1 + max(map(len, self.programs))  # after the last window
+        return [
+            [*(bisect_left(line.start[s], moment) for moment in moments), never] for s in range(self.stages)
+        ]
 
     def run(self) -> Schedule:
         heap = self.heap
@@ -156,9 +163,15 @@ class _Weaver:
         return Schedule(tuple(map(tuple, self.out)), tuple(map(tuple, self.times)), self.live)
 
     def _decide(self, stage: int, now: int) -> None:
-        program, position = self.programs[stage], self.pc[stage]
-        w, v = self.ef_next[stage], self.eb_next[stage]
+        position, w = self.pc[stage], self.ef_next[stage]
+        program = self.programs[stage]
         has_llm = position < len(program)
+        ready = None
+        if has_llm and position < self.due[stage][w]:  # the usual case first
+            ready = self._ready(stage, position)
+            if ready is not None and ready <= now:
+                return self._run_llm(stage, position, now)
+        v = self.eb_next[stage]
         can_encode = w < len(self.windows) and (self.eb is None or w - v < self.live)
         release = self.released[v] if self.eb is not None and v < w else -1
         if w < len(self.windows) and (not has_llm or position >= self.due[stage][w]):
@@ -166,14 +179,16 @@ class _Weaver:
                 return self._encode(stage, w, now)
             if 0 <= release <= now:
                 return self._encode_backward(stage, v, now)
-        ready = self._ready(stage, position) if has_llm else None
-        if ready is not None and ready <= now:
-            return self._run_llm(stage, position, now)
-        if has_llm:
+            if has_llm:
+                ready = self._ready(stage, position)
+                if ready is not None and ready <= now:
+                    return self._run_llm(stage, position, now)
+        back = 0 <= release <= now
+        if has_llm and (can_encode or back):
             room = (ready if ready is not None else self._earliest(stage, position, now)) - now
         if can_encode and (not has_llm or self._fits(self.ef[w][stage], room)):
             return self._encode(stage, w, now)
-        if 0 <= release <= now and (not has_llm or self._fits(self.eb[v][stage], room)):
+        if back and (not has_llm or self._fits(self.eb[v][stage], room)):
             return self._encode_backward(stage, v, now)
         wake = [t for t in (ready, release) if t is not None and t > now]
         if wake:
@@ -220,10 +235,11 @@ class _Weaver:
         return now + chain
 
     def _emit(self, stage: int, action: Action, start: int, cost: int) -> int:
+        end = start + cost
         self.out[stage].append(action)
-        self.times[stage].append((start, start + cost))
-        heapq.heappush(self.heap, (start + cost, stage))
-        return start + cost
+        self.times[stage].append((start, end))
+        heapq.heappush(self.heap, (end, stage))
+        return end
 
     def _wake(self, stage: int, time: int) -> None:
         if self.asleep[stage]:
@@ -231,7 +247,7 @@ class _Weaver:
             heapq.heappush(self.heap, (time, stage))
 
     def _encode(self, stage: int, w: int, now: int) -> None:
-        end = self._emit(stage, Action(Kind.EF, self.numbers[w]), now, self.ef[w][stage])
+        end = self._emit(stage, self.act_ef[w], now, self.ef[w][stage])
         self.ef_next[stage] += 1
         if self.ef[w][stage]:
             self.encoded[w] = max(self.encoded[w], end)
@@ -240,14 +256,14 @@ class _Weaver:
                 self._wake(0, now)
 
     def _encode_backward(self, stage: int, w: int, now: int) -> None:
-        self._emit(stage, Action(Kind.EB, self.numbers[w]), now, self.eb[w][stage])
+        self._emit(stage, self.act_eb[w], now, self.eb[w][stage])
         self.eb_next[stage] += 1
 
     def _run_llm(self, stage: int, position: int, now: int) -> None:
         is_backward, m = self.programs[stage][position]
         self.pc[stage] += 1
         if is_backward:
-            end = self._emit(stage, Action(Kind.B, m), now, self.b[stage][m])
+            end = self._emit(stage, self.act_b[m], now, self.b[stage][m])
             self.b_end[stage][m] = end
             if stage:
                 self._wake(stage - 1, now)
@@ -256,7 +272,7 @@ class _Weaver:
                 for other in range(self.stages):
                     self._wake(other, now)
         else:
-            end = self._emit(stage, Action(Kind.F, m), now, self.f[stage][m])
+            end = self._emit(stage, self.act_f[m], now, self.f[stage][m])
             self.f_end[stage][m] = end
             if stage < self.stages - 1:
                 self._wake(stage + 1, now)

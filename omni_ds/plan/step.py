@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
@@ -18,6 +19,7 @@ from omni_ds.plan.sample import SampleMeta
 from omni_ds.plan.weave import weave
 
 FILL = 4  # micro-batches per stage where samples allow: the pipeline idles (P - 1) / (M + P - 1) of the time
+_CODE = {kind: code for code, kind in enumerate(Kind)}
 
 
 def build_step(
@@ -104,8 +106,9 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
             for part in window:
                 numbers.append(-len(part))
                 numbers.extend(part)
-    text = [repr((first.members, first.passes))]
-    text += [" ".join(map(str, actions)) for actions in first.schedule.stages]
-    digest = hashlib.blake2b("\n".join(text).encode(), digest_size=8)
+    for actions in first.schedule.stages:
+        numbers.append(-len(actions))
+        numbers.extend([_CODE[action.kind] << 32 | action.index for action in actions])
+    digest = hashlib.blake2b(repr((first.members, first.passes)).encode(), digest_size=8)
     digest.update(numbers.tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
