@@ -29,7 +29,7 @@ def perturbed(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def assert_same_gradient(name: str, ours: Tensor, theirs: Tensor) -> None:
-    """To rounding of the largest element. A key bias shifts all scores of a query alike: its gradient is 0."""
+    """To rounding of the largest element. A key bias shifts all scores of a query alike: no gradient."""
     if name.endswith(("k_proj.bias", "key.bias")):
         assert ours.abs().max() < 1e-4 and theirs.abs().max() < 1e-4, name
         return
