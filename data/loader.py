@@ -122,12 +122,14 @@ class _Loader:
 
     def __init__(self, steps: _Steps, numbers: range, num_workers: int, prefetch: int):
         self.numbers = numbers
+        workers = min(num_workers, len(numbers))
         self._loader = DataLoader(
             steps,
             batch_size=None,
             sampler=numbers,
-            num_workers=min(num_workers, len(numbers)),
-            prefetch_factor=prefetch if min(num_workers, len(numbers)) else None,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            multiprocessing_context="fork" if workers else None,  # the data set is shared, not copied
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, so that loading draws nothing from the run's random state
         )

@@ -72,7 +72,8 @@ class TextProcessor:
         special |= {token for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
         self._special = _any_of(special)
         self._parts = self._takes_parts()
-        self._chat = ChatRenderer(self._render(None), _any_of(special - own - {tokenizer.bos_token}))
+        ends = special - own - ({tokenizer.bos_token} - {tokenizer.eos_token})
+        self._chat = ChatRenderer(self._render(None), _any_of(ends))
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property
@@ -251,7 +252,7 @@ class TextProcessor:
         """A plain text begins as the tokenizer begins one and ends with the end-of-text token, a target as
         well.
         """
-        if self._bos and ids[:1] != self.tokenizer.bos_token_id:
+        if self._bos and ids[0] != self.tokenizer.bos_token_id:
             ids, mask = np.append(self.tokenizer.bos_token_id, ids), np.append(False, mask)
         eos = self.tokenizer.eos_token_id
         if eos is not None and ids[-1] != eos:

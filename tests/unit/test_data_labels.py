@@ -107,11 +107,19 @@ def test_a_next_header_can_end_a_turn():
     )
 
 
+def test_one_token_may_begin_and_end_texts():
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    text = TextProcessor(tokenizer, {})
+    assert shown(text, text.tokenise(READER.read({"messages": PLAIN}))) == mark("chatml", {"messages": PLAIN})
+
+
 def test_special_tokens_that_close_a_call_are_not_its_end():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{% if m.content %}{{ m.content }}{% endif %}"
-        "{% for c in m.tool_calls or [] %}{{ '<|endoftext|>' + c.function.name + '<|endoftext|>' }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}"
+        "{{ '<|endoftext|>' + c.function.name + '<|endoftext|>' }}{% endfor %}"
         "{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
