@@ -100,6 +100,12 @@ class _Stage3(_Sharded):
 
     _norm_method = "_get_norm_groups"
 
+    def step(self, norm: float, clip: float) -> None:
+        super().step(norm, clip)
+        # DeepSpeed overwrites the last step's gradients in the first backward of a step only; a parameter
+        # that has its first one in a later window would add to them.
+        self._optimizer.grad_partitions_flat_buffer.zero_()
+
     def squared_norm(self) -> Tensor:
         return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups()))
 
