@@ -3,7 +3,7 @@
     checkpoints/
       latest                     one line: the newest complete tag; written last, atomically
       step-00000100/
-        index.json               what is where, step, schedules, data position, fingerprint
+        index.json               what is where, step, schedules, data position, fingerprint, file sizes
         llm-00000.safetensors    fragments of rank 0, one 1-D fp32 tensor each
         encoders-00000.safetensors
 
@@ -51,27 +51,49 @@ def read_index(folder: Path) -> dict:
     """The index of one checkpoint.
 
     Raises:
-        UserError: no index, an unreadable one, or one of another format version.
+        UserError: no index, an unreadable one, one of another format version, or a file it lists is
+            missing or cut short.
     """
     try:
         index = json.loads((folder / INDEX).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not a complete checkpoint ({error}); resume from another one") from None
-    if index.get("format") != FORMAT:
+    found = index.get("format") if isinstance(index, dict) else None
+    if found != FORMAT:
         raise UserError(
-            f"{folder} has checkpoint format {index.get('format')}, this version reads {FORMAT}; "
+            f"{folder} has checkpoint format {found}, this version reads {FORMAT}; "
             "resume with the version that wrote it"
         )
+    for name, size in index.get("files", {}).items():
+        there = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if there != size:
+            raise UserError(
+                f"{folder} is not a complete checkpoint ({name} has {there} of {size} bytes); "
+                "resume from another one"
+            )
     return index
 
 
 def latest_tag(root: Path) -> str | None:
-    """The newest complete checkpoint under ``root``, or None."""
+    """The newest complete checkpoint under ``root``, or None.
+
+    The one that ``latest`` names, or an older one where that is damaged.
+    """
     try:
-        tag = (root / LATEST).read_text().strip()
+        newest = (root / LATEST).read_text().strip()
     except OSError:
         return None
-    return tag if (root / tag / INDEX).is_file() else None
+    older = sorted(
+        (path.name for path in root.glob("step-*") if path.suffix != ".tmp" and path.name < newest),
+        reverse=True,
+    )
+    for tag in (newest, *older):
+        try:
+            read_index(root / tag)
+        except UserError:
+            continue
+        return tag
+    return None
 
 
 def prune(root: Path, keep_last: int | None) -> None:

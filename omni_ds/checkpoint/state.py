@@ -77,6 +77,9 @@ def save(
     rank = dist.get_rank(group)
     final = root / tag_of(step)
     temporary = final.with_name(final.name + ".tmp")
+    if rank == 0:  # what a killed run left, perhaps of more ranks than there are now
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier(group)
     manifest, error = None, None
     try:
         temporary.mkdir(parents=True, exist_ok=True)
@@ -89,7 +92,8 @@ def save(
     if failed:
         raise UserError(failed)
     if rank == 0:
-        index = {"format": FORMAT, "step": step, "run": run_state, "engines": {}}
+        files = {path.name: path.stat().st_size for path in sorted(temporary.glob("*.safetensors"))}
+        index = {"format": FORMAT, "step": step, "run": run_state, "files": files, "engines": {}}
         for position, engine in enumerate(engines):
             index["engines"][engine.name] = _merge([manifests[position] for manifests, _ in gathered])
         write_atomically(temporary / INDEX, json.dumps(index))

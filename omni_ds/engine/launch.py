@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from data.index import IndexedDataset, open_dataset
 from data.loader import EvalLoader, StepLoader
-
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import write_atomically
@@ -127,14 +127,17 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     export_dir = arguments.export or (str(output / "export") if config.omni.export.at_end else None)
     if export_dir is not None:
         check_target(export_dir, group)
-    if runtime.rank == 0:
-        write_atomically(output / "resolved_config.json", json.dumps(config.to_dict(), indent=2) + "\n")
     first_step, last_step, folder = 0, config.omni.train.max_steps, None
     if arguments.resume is not None:
         tag = None if arguments.resume == "latest" else arguments.resume
         folder = broadcast_from_rank_0(lambda: state.find(output / "checkpoints", tag), group)
         first_step = all_or_error(lambda: state.read_index(folder), group)["step"]
-    reporter = Reporter(config, runtime.rank, last_step, first_step)
+        if first_step > last_step:
+            raise UserError(
+                f"--resume: {folder} has done {first_step} steps, omni.train.max_steps is {last_step}; "
+                "raise it, or resume from an earlier checkpoint"
+            )
+    reporter = Reporter(config, runtime.rank)
     for text in (
         describe_parts(config, runtime),
         describe_plan(run.plan),
@@ -147,6 +150,9 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         if folder is not None:
             all_or_error(lambda: trainer.resume(folder), group)
             reporter.say(f"resumed from {folder}: step {first_step} of {last_step}")
+        if runtime.rank == 0:
+            write_atomically(output / "resolved_config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        reporter.start(last_step, first_step, keep=arguments.eval_only)
         if not arguments.eval_only:
             started = time.perf_counter()
             trainer.train(run.batches(first_step, last_step), first_step, last_step)

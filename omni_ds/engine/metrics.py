@@ -42,22 +42,30 @@ class Reporter:
     Args:
         config: resolved configuration.
         rank: global rank.
-        total_steps: of the whole run, for the progress bar.
-        first_step: steps already done when resuming; later lines of an earlier run are dropped.
     """
 
-    def __init__(self, config: Config, rank: int, total_steps: int, first_step: int):
+    def __init__(self, config: Config, rank: int):
         self._active = rank == 0
-        if not self._active:
-            return
+        self._config = config
         self._every = config.steps_per_print
         self._console = Console(stderr=False, highlight=False)
-        output = Path(config.omni.output_dir)
-        for name in ("metrics.jsonl", "eval.jsonl"):
+        self._file = self._monitor = self._progress = None
+
+    def start(self, total_steps: int, first_step: int, *, keep: bool) -> None:
+        """Open the files and monitors; once nothing can be refused any more.
+
+        Args:
+            total_steps: of the whole run, for the progress bar.
+            first_step: steps already done when resuming.
+            keep: keep all lines of an earlier run, else only those up to ``first_step``.
+        """
+        if not self._active:
+            return
+        output = Path(self._config.omni.output_dir)
+        for name in () if keep else ("metrics.jsonl", "eval.jsonl"):
             _drop_lines_after(output / name, first_step)
         self._file = open(output / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed in close()
-        self._monitor = build_monitor(config)
-        self._progress = None
+        self._monitor = build_monitor(self._config)
         if sys.stdout.isatty():
             self._progress = Progress(
                 TextColumn("step"),
@@ -102,11 +110,10 @@ class Reporter:
             self._console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        if not self._active:
-            return
         if self._progress is not None:
             self._progress.stop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _compact(rates: Mapping[str, float]) -> str:
