@@ -93,6 +93,7 @@ class StepExecutor:
         self._llm, self._encoders = llm, encoders
         self._groups, self._device = groups, device
         self._clip, self._after_step = clip, after_step
+        self._mode: bool | None = None
         self._stage = plan.mesh.coords(rank).pipe
         self._last_stage = self._stage == plan.mesh.pipe - 1
         self._activations = Channel(groups.activations, device, "activations")
@@ -109,7 +110,7 @@ class StepExecutor:
             Kind.RECV_F: lambda a: self._post(self._activations, a),
             Kind.SEND_B: lambda a: self._gradients.send(self._hidden_gradients.pop(a.index), a.peer),
             Kind.RECV_B: lambda a: self._post(self._gradients, a),
-            Kind.SEND_X: lambda a: self._reshard.send(a.index, a.peer, self._outputs[a.index]),
+            Kind.SEND_X: self._send_features,
             Kind.RECV_X: lambda a: self._reshard.post(a.index, a.peer),
             Kind.SEND_G: lambda a: self._reshard.send_gradient(a.index, a.peer),
             Kind.RECV_G: lambda a: self._reshard.post_gradient(a.index, a.peer),
@@ -136,7 +137,8 @@ class StepExecutor:
             self._device,
         )
         self._live: dict[int, _Live] = {}
-        self._outputs: dict[int, Tensor] = {}
+        # Window -> its output on this rank and how many messages of it are still to be sent.
+        self._outputs: dict[int, tuple[Tensor, int]] = {}
         self._hidden_gradients: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
         self._result = StepResult(loss=0.0)
@@ -144,8 +146,7 @@ class StepExecutor:
         sent_before = self._bytes_sent()
         backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
         self._encoders.begin_step([window.index for window in backward if window.passes])
-        self._encoders.train(self._train)
-        self._llm.train(self._train)
+        self._set_mode(self._train)
         with torch.set_grad_enabled(self._train):
             self._llm.run(actions, plan.micro_batches, self._timed)
         for channel in self._channels():
@@ -156,6 +157,12 @@ class StepExecutor:
         self._result.loss = total / max(step.target_tokens, 1)
         self._result.bytes_sent = self._bytes_sent() - sent_before
         return self._result
+
+    def _set_mode(self, train: bool) -> None:
+        if self._mode is not train:
+            self._encoders.train(train)
+            self._llm.train(train)
+            self._mode = train
 
     def _channels(self) -> tuple[Channel, ...]:
         return (self._activations, self._gradients, self._features, self._feature_gradients)
@@ -223,12 +230,19 @@ class StepExecutor:
         assert output.shape[0] == share.rows, (
             f"window {window.index}: encoders made {output.shape[0]} rows, the plan says {share.rows}"
         )
-        self._outputs[window.index] = output
         self._reshard.keep_local(window.index, output)
+        if self._reshard.receivers(window.index):
+            self._outputs[window.index] = (output, self._reshard.receivers(window.index))
+
+    def _send_features(self, action: Action) -> None:
+        output, left = self._outputs.pop(action.index)
+        self._reshard.send(action.index, action.peer, output)
+        if left > 1:  # the output is needed no longer than its last message
+            self._outputs[action.index] = (output, left - 1)
 
     def _encoder_backward(self, action: Action) -> None:
-        output = self._outputs.pop(action.index)
-        gradient = self._reshard.gradient_of(action.index, output.shape[0])
+        rows = self._windows[action.index].share(self._rank).rows
+        gradient = self._reshard.gradient_of(action.index, rows)
         scale = self._plan.mesh.world_size / self._plan.mesh.data_degree
         self._encoders.backward(action.index, gradient * scale)
 

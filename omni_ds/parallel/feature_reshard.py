@@ -55,6 +55,10 @@ class FeatureReshard:
         if transfer is not None:
             self._messages[window, self._rank] = _gather(output, transfer)
 
+    def receivers(self, window: int) -> int:
+        """How many other ranks need rows that this rank makes in ``window``."""
+        return sum(of == window and to != self._rank for of, to in self._outgoing)
+
     def send(self, window: int, destination: int, output: Tensor) -> None:
         """Send the rows of ``output`` [rows, hidden] that ``destination`` needs."""
         self._features.send(_gather(output, self._outgoing[window, destination]), destination)
