@@ -16,6 +16,7 @@ class Composition:
 
     Attributes:
         llm_config: HF config of the LLM; its ``vocab_size`` covers added placeholder tokens.
+        embedding_rows: of the LLM before tokens were added.
         encoder_configs: HF config of each tower.
         llm, encoders: the same in numbers.
         text: tokenizer, chat template and placeholders; None when only numbers were asked for.
@@ -23,6 +24,7 @@ class Composition:
     """
 
     llm_config: Any
+    embedding_rows: int
     encoder_configs: dict[str, Any]
     llm: LLMMeta
     encoders: tuple[EncoderMeta, ...]
@@ -47,7 +49,7 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
         name: load_hf_config(encoder, "encoder", f"omni.encoders.{name}")
         for name, encoder in omni.encoders.items()
     }
-    text, media = None, {}
+    text, media, embedding_rows = None, {}, llm_config.vocab_size
     if processors:
         from data.processors import build_media, build_text
 
@@ -56,6 +58,7 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
         media = build_media(config, encoder_configs)
     return Composition(
         llm_config=llm_config,
+        embedding_rows=embedding_rows,
         encoder_configs=encoder_configs,
         llm=LLMMeta.from_config(llm_config.to_dict(), trainable=not omni.llm.freeze),
         encoders=tuple(

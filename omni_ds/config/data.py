@@ -74,7 +74,7 @@ class DataConfig(Section):
     """Stop when more than this share of the samples was skipped."""
     cache_dir: str | None = None
     """Folder for what is made of the sets once and kept between runs, such as the index of the samples;
-    null: a folder of the program's choice."""
+    null: `.omni_cache` beside each set, or `~/.cache/omni_ds` where that cannot be written."""
 
 
 class EvalConfig(Section):

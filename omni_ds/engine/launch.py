@@ -140,10 +140,12 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     reporter = Reporter(config, runtime.rank)
     for text in (
         describe_parts(config, runtime),
+        run.composition.text.describe(run.composition.embedding_rows),
         describe_plan(run.plan),
         describe_data(run.dataset, run.held_out),
     ):
-        reporter.say(text)
+        if text:
+            reporter.say(text)
     tracer = _tracer(config, arguments.trace, first_step, last_step, group)
     trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter, tracer)
     try:
@@ -222,8 +224,7 @@ def _evaluation_set(run: Run, dataset: IndexedDataset) -> EvaluationSet:
             prefetch=run.config.omni.data.prefetch_steps,
         )
 
-    tasks = sorted({meta.task for meta in dataset.metas(range(len(dataset)))})
-    return EvaluationSet(batches, tuple(tasks))
+    return EvaluationSet(batches, tuple(dataset.tasks))
 
 
 def _local_rank() -> int:
