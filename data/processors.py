@@ -56,6 +56,11 @@ def load_tokenizer(llm: Any) -> Any:
             f"{key}: the tokenizer of {path} is a slow one, which does not say where its tokens stand in "
             "the text; convert it to tokenizer.json"
         )
+    if not tokenizer.encode("a 1", add_special_tokens=False):  # what transformers makes of config.json alone
+        raise UserError(
+            f"{key}: the tokenizer of {path} has no vocabulary; are its files there? Copy them, or name "
+            "another folder with omni.llm.tokenizer"
+        )
     return tokenizer
 
 

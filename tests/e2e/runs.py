@@ -56,7 +56,8 @@ class Ranks:
         handle, name = tempfile.mkstemp(prefix="ranks-", suffix=".log")
         self.argv, self.log = argv, Path(name)
         port = _free_port()
-        self._running = {}
+        self._running: dict[int, int] = {}  # pid -> rank
+        self._status: dict[int, int] = {}
         for rank in range(world):
             pid = os.fork()
             if not pid:
@@ -71,39 +72,52 @@ class Ranks:
             os.waitpid(pid, 0)
         self._running.clear()
 
-    def alive(self) -> bool:
+    def _alive(self) -> bool:
         for pid in list(self._running):
             done, code = os.waitpid(pid, os.WNOHANG)
             if done:
-                rank = self._running.pop(pid)
-                status = os.waitstatus_to_exitcode(code)
-                if status:
-                    raise RankFailure(f"rank {rank} exited with {status}:\n{self.text()}")
+                self._status[self._running.pop(pid)] = os.waitstatus_to_exitcode(code)
         return bool(self._running)
+
+    def _check(self) -> None:
+        failed = {rank: status for rank, status in self._status.items() if status}
+        for rank, status in sorted(failed.items()):
+            raise RankFailure(f"rank {rank} exited with {status}:\n{self.text()}")
 
     def kill_after_step(self, output: Path, step: int, timeout: float = 120.0) -> None:
         """SIGKILL all ranks as soon as ``metrics.jsonl`` has a line of ``step``: they are in the next one."""
         deadline = time.monotonic() + timeout
-        while self.alive():
+        while self._alive() and time.monotonic() < deadline:
+            self._check()
             if any(row["step"] >= step for row in metrics(output)):
                 return self.kill()
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.002)
         self.kill()
         raise RankFailure(f"step {step} was not seen:\n{self.text()}")
 
     def wait(self, timeout: float = 120.0) -> str:
         """What they printed, once all ranks have ended with status 0."""
+        self._wait(timeout, fail_early=True)
+        return self.text()
+
+    def statuses(self, timeout: float = 120.0) -> list[int]:
+        """Exit status by rank, once all have ended by themselves."""
+        self._wait(timeout, fail_early=False)
+        return [self._status[rank] for rank in sorted(self._status)]
+
+    def _wait(self, timeout: float, fail_early: bool) -> None:
         deadline = time.monotonic() + timeout
         try:
-            while self.alive():
+            while self._alive():
+                if fail_early:
+                    self._check()
                 if time.monotonic() > deadline:
                     raise RankFailure(f"{self.argv} did not end in {timeout} s:\n{self.text()}")
                 time.sleep(0.02)
+            if fail_early:
+                self._check()
         finally:
             self.kill()
-        return self.text()
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
