@@ -2,7 +2,8 @@
 
 One replica, one rank a stage; forward 1 and backward 2 per stage and micro-batch, encoder loads log-normal
 with the given mean (forward, twice that backward), each micro-batch's load in `--items` log-normal items
-(0: divisible).
+(0: divisible). Micro-batches are ordered as
+planning orders them, little encoder work at both ends, for every policy.
 
     python benchmarks/schedule.py [--json PATH] [--items N] [--seeds N]
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omni_ds.plan.base import LLMWork, time_line
+from omni_ds.plan.batch import light_ends
 from omni_ds.plan.capacity import share_targets
 from omni_ds.plan.fill import EncoderWork
 from omni_ds.plan.schedule import first_stage, joint, uniform
@@ -60,7 +62,8 @@ def make_case(stages: int, count: int, ratio: float, items: int, seed: int) -> C
     for load in loads:
         parts = [rng.lognormvariate(0, 1) for _ in range(max(1, items))]
         split.append(tuple(max(1, int(load * scale * part / sum(parts))) for part in parts))
-    return Case(llm, tuple(split))
+    order = light_ends([sum(parts) for parts in split], [0] * count)  # as planning orders micro-batches
+    return Case(llm, tuple(split[m] for m in order))
 
 
 def shares(case: Case, windows, divisible: bool, rooms=None) -> EncoderWork:

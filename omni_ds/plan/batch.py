@@ -104,8 +104,14 @@ def _balanced(
 
 
 def _order(row: list[tuple[int, ...]], costs: Sequence[int], media: Sequence[int]) -> list[tuple[int, ...]]:
-    """Least encoder work at both ends of the step: the first forward and the last backward wait for it."""
-    ranked = sorted(row, key=lambda b: (sum(media[i] for i in b), -sum(costs[i] for i in b), b))
+    order = light_ends([sum(media[i] for i in b) for b in row], [sum(costs[i] for i in b) for b in row])
+    return [row[b] for b in order]
+
+
+def light_ends(encoding: Sequence[int], costs: Sequence[int]) -> list[int]:
+    """An order of micro-batches with little encoder work at both ends: the first forward and the last
+    backward of the step wait for it. Ties: dearer ones outside, then by index."""
+    ranked = sorted(range(len(encoding)), key=lambda b: (encoding[b], -costs[b], b))
     return ranked[0::2] + ranked[1::2][::-1]
 
 

@@ -26,8 +26,8 @@ NEAR, NEAR_ENCODER = 256, 32
 ALWAYS = 1000000  # an overflow that lets everything start in a bubble
 # (lead in micro-batches, None: as many as stages; overflow)
 KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, 500), (1, ALWAYS), (None, 500), (None, ALWAYS))
-FEW_KNOBS = ((0, 500), (0, ALWAYS), (1, ALWAYS))  # for steps with more ops than
-MANY_OPS = 1024
+FEW_KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, ALWAYS))  # for steps with more ops than
+MANY_OPS = 512
 # Standard normal quantiles (k + 1/2) / 32 in thousandths, shuffled: stylised items are as unequal as the
 # real ones.
 _QUANTILES = (-40, 1318, -776, 489, -2154, 197, 887, -1318, 40, -489, 1010, -1010, 2154, -118, -277, 402) + (
