@@ -1,10 +1,13 @@
 """Optimizers with one parameter group per part, and schedules that respect each group's learning rate."""
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime import lr_schedules
+from deepspeed.utils import logger
 from torch import nn
 
 from omni_ds.config import Config, base_lr, optimizer_spec, scheduler_params
@@ -67,6 +70,17 @@ def _deepspeed_optimizer(name: str, groups: list[dict], params: dict) -> torch.o
     return classes[name](groups, **params)
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """DeepSpeed's schedules warn of their own construction ("before it has started") on every rank."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 class Schedules:
     """The learning rate schedules of both engines, stepped together.
 
@@ -80,9 +94,10 @@ class Schedules:
         self._schedulers = []
         if config.scheduler is not None:
             scheduler_class = getattr(lr_schedules, config.scheduler.type)
-            for optimizer in self._optimizers:
-                params = scheduler_params(config, [group["lr"] for group in optimizer.param_groups])
-                self._schedulers.append(scheduler_class(optimizer, **params))
+            with _without_warnings():
+                for optimizer in self._optimizers:
+                    params = scheduler_params(config, [group["lr"] for group in optimizer.param_groups])
+                    self._schedulers.append(scheduler_class(optimizer, **params))
 
     def step(self) -> None:
         """Advance after an optimizer step that was applied."""
