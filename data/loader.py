@@ -2,6 +2,7 @@
 encodes.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,13 +26,15 @@ class StepBatch:
     packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
     float32 tensors (image [3, height, width], audio [n_mels, frames]) of the rank's share, in share order; no
     entry where it has none. failed: (dataset row, reason), one a row, of media that this rank should have
-    decoded (zeros instead) and of rows of its replica that are no longer what was indexed.
+    decoded (zeros instead) and of rows of its replica that are no longer what was indexed. plan_seconds: what
+    planning the step took.
     """
 
     step_plan: StepPlan
     packed: dict[int, PackedNumpy]
     media: dict[int, dict[str, list[torch.Tensor]]]
     failed: tuple[Failed, ...]
+    plan_seconds: float = 0.0
 
 
 @dataclass
@@ -47,6 +50,7 @@ class _Wire:
     buffer: torch.Tensor
     layout: list[tuple[int, str, tuple[int, ...]]]
     failed: tuple[Failed, ...] = field(default=())
+    plan_seconds: float = 0.0
 
     def pin_memory(self) -> "_Wire":
         self.buffer = self.buffer.pin_memory()
@@ -60,7 +64,7 @@ class _Wire:
             value = self.buffer[start : start + size].view(shape)
             media.setdefault(window, {}).setdefault(encoder, []).append(value)
             start += size
-        return StepBatch(self.step_plan, self.packed, media, self.failed)
+        return StepBatch(self.step_plan, self.packed, media, self.failed, self.plan_seconds)
 
 
 class _Steps(Dataset):
@@ -74,7 +78,9 @@ class _Steps(Dataset):
 
     def __getitem__(self, step: int) -> _Wire:
         metas = self.dataset.metas(self.rows(step))
+        started = time.perf_counter()
         step_plan = build_step(self.plan, step, metas, forward_only=self.forward_only)
+        plan_seconds = time.perf_counter() - started
         replica = step_plan.replica_of(self.rank)
         packed, failed = {}, {}
         for micro_batch in replica.micro_batches:
@@ -92,7 +98,7 @@ class _Steps(Dataset):
                 layout.append((window.index, item.encoder, value.shape))
                 values.append(value.ravel())
         buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))
-        return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()))
+        return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()), plan_seconds)
 
     def _share(self, window):
         shares = [share for share in window.shares if share.rank == self.rank]

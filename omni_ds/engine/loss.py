@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TargetScores:
-    """By target token of a micro-batch: ``loss`` [N] fp32, ``correct`` [N] bool (the target is the argmax)."""
+    """By target token of a micro-batch: ``loss`` [N] fp32; ``correct`` [N] bool, the target is the argmax."""
 
     loss: Tensor
     correct: Tensor

@@ -113,12 +113,6 @@ class _Stage3(_Sharded):
         value = torch.tensor(norm, dtype=torch.float32, device=self._optimizer.device)
         return lambda *_, **__: [value]
 
-    def step(self, norm: float, clip: float) -> None:
-        super().step(norm, clip)
-        # DeepSpeed overwrites these buffers only in the first backward of a step. An encoder without items
-        # in the first window would add to its gradient of the step before.
-        self._optimizer.grad_partitions_flat_buffer.zero_()
-
     def refresh_weights(self) -> None:
         optimizer = self._optimizer
         for group, partition in enumerate(optimizer.fp32_partitioned_groups_flat):

@@ -47,7 +47,7 @@ class OmniPipelineModule(PipelineModule):
         object.__setattr__(self, "encoder_anchor", None)
 
     def to(self, *args, **kwargs) -> "OmniPipelineModule":
-        """As ``nn.Module.to``; nothing while parameters are empty (DeepSpeed moves a module when it is built)."""
+        """As ``nn.Module.to``; nothing while parameters are empty (DeepSpeed moves what it builds)."""
         if any(parameter.is_meta for parameter in self.parameters()):
             return self
         return super().to(*args, **kwargs)
@@ -110,7 +110,7 @@ class OmniPipelineModule(PipelineModule):
 
 
 def stage_boundaries(plan: Plan, layers: int) -> list[int]:
-    """First layer of every stage in the list [embedding, decoder layers..., norm, head], and the list's end."""
+    """First layer of every stage in [embedding, decoder layers..., norm, head], and the end of that list."""
     starts = [0] + [start + 1 for start, _ in plan.stages[1:]]
     return [*starts, layers]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.loader import StepBatch
-
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import write_atomically
 from omni_ds.config import Config
@@ -20,7 +19,6 @@ from omni_ds.engine.step_input import prepare
 from omni_ds.engine.trace import Tracer
 from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import agree_on_step
-from omni_ds.plan.build import StepPlan
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Trainer:
             batch = next(iterator)
             waited = time.perf_counter() - started
             result = self._one_step(step, batch)
-            self._report(step, batch.step_plan, result, time.perf_counter() - started, waited)
+            self._report(step, batch, result, time.perf_counter() - started, waited)
             if every is not None and step % every == 0 and step < last_step:
                 self.evaluate(step)
             if save_every is not None and (step % save_every == 0 or step == last_step):
@@ -113,7 +111,8 @@ class Trainer:
                 f"omni.data.max_skip_fraction {data.max_skip_fraction}; repair the data or raise the limit"
             )
 
-    def _report(self, step: int, plan: StepPlan, result: StepResult, seconds: float, waited: float) -> None:
+    def _report(self, step: int, batch: StepBatch, result: StepResult, seconds: float, waited: float) -> None:
+        plan = batch.step_plan
         row = {
             "step": step,
             "loss": result.loss,
@@ -125,6 +124,7 @@ class Trainer:
             "tokens_per_second": plan.tokens / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": waited,
+            "plan_wait_seconds": min(waited, batch.plan_seconds),
             "micro_batches": plan.micro_batches,
             "encoder_imbalance": plan.encoder_imbalance,
             "llm_imbalance": plan.llm_imbalance,

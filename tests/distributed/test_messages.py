@@ -24,7 +24,8 @@ def _channels(groups):
     from omni_ds.parallel.channel import Channel
 
     device = torch.device("cpu")
-    return Channel(groups.features, device, "features"), Channel(groups.feature_gradients, device, "gradients")
+    gradients = Channel(groups.feature_gradients, device, "gradients")
+    return Channel(groups.features, device, "features"), gradients
 
 
 def _rows(rank: int, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The plain single-process loop that every layout has to equal: HF modules, one sample at a time, torch AdamW."""
+"""The plain loop that every layout has to equal: HF modules, one process, one sample at a time, torch AdamW."""
 
 from pathlib import Path
 from typing import Any
