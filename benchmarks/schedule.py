@@ -128,10 +128,9 @@ def run_joint(case: Case, items: int) -> int:
         if choice.unequal:
             rooms = share_targets(llm, line, windows, whole, [2 * cost for cost in whole])
         encoder = shares(case, windows, items == 0, rooms)
-        schedule = joint(
-            llm, encoder, lead=choice.lead, live=choice.live, overflow=choice.overflow, line=line
-        )
-        best = schedule.length if best is None else min(best, schedule.length)
+        for overflow in choice.overflows():
+            schedule = joint(llm, encoder, lead=choice.lead, live=choice.live, overflow=overflow, line=line)
+            best = schedule.length if best is None else min(best, schedule.length)
     return best
 
 

@@ -24,6 +24,7 @@ COARSE = 3  # log_step is rounded down to multiples of it: steps of one kind sha
 # Candidates count as equal within one part in NEAR of the step and NEAR_ENCODER of a rank's encoder time.
 NEAR, NEAR_ENCODER = 256, 32
 ALWAYS = 1000000  # an overflow that lets everything start in a bubble
+ROBUST_OVERFLOW = 500
 # (lead in micro-batches, None: as many as stages; overflow)
 KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, 500), (1, ALWAYS), (None, 500), (None, ALWAYS))
 FEW_KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, ALWAYS))  # for steps with more ops than
@@ -60,6 +61,11 @@ class Choice:
     lead: int
     overflow: int
     live: int
+
+    def overflows(self) -> tuple[int, ...]:
+        """Values of overflow to try on the real step: uneven loads want a little where even ones want
+        none."""
+        return tuple(dict.fromkeys((self.overflow, ROBUST_OVERFLOW)))
 
 
 @dataclass(frozen=True)

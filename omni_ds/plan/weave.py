@@ -96,11 +96,13 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
         passes = _passes(plan, members, costs, training)
         encoder, loads = _encoder_work(plan, members, passes, parts, costs, training)
         if plan.gathers_encoders:
-            schedule = uniform(llm, encoder, lead=choice.lead)
+            tried = [uniform(llm, encoder, lead=choice.lead)]
         else:
-            schedule = joint(
-                llm, encoder, lead=choice.lead, live=choice.live, overflow=choice.overflow, line=line
-            )
+            tried = [
+                joint(llm, encoder, lead=choice.lead, live=choice.live, overflow=overflow, line=line)
+                for overflow in choice.overflows()[: 1 + (tries > 1)]
+            ]
+        schedule = min(tried, key=lambda found: found.length)
         if best is None or schedule.length < best.schedule.length:
             best = Woven(members, passes, tuple(parts), loads, schedule)
     assert best is not None
