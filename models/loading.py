@@ -18,7 +18,7 @@ _VOCABULARY = ("llm.model.embed_tokens.weight", "llm.lm_head.weight")
 class _Recorded:
     """A checkpoint's weights that remember dtypes and grow the vocabulary.
 
-    Rows that the checkpoint lacks (placeholder tokens added to the tokenizer) are the mean of the rows it has;
+    Rows that the checkpoint lacks (placeholders added to the tokenizer) are the mean of those it has;
     feature rows take their place in the input and no target names them.
     """
 

@@ -1,4 +1,4 @@
-"""What a config composes: HF configs, numbers for the plan, text and media processors. Nothing is allocated."""
+"""What a config composes: HF configs, numbers for the plan, processors. Nothing is allocated."""
 
 from dataclasses import dataclass, field
 from typing import Any

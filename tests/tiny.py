@@ -1,4 +1,4 @@
-"""A tiny composition on the bundled digits: HF checkpoints made in a folder, and a config that trains them."""
+"""A tiny composition on the bundled digits: HF checkpoints in a folder, and a config that trains them."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The plain loop that every layout has to equal: HF modules, one process, one sample at a time, torch AdamW."""
+"""The plain loop that every layout has to equal: HF modules, one process, one sample at a time."""
 
 from pathlib import Path
 from typing import Any
