@@ -85,8 +85,8 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do
-		[ -e "$$file" ] || { echo "there is no benchmarks/bench_*.py"; exit 1; }
+	@for file in benchmarks/*.py; do
+		[ -e "$$file" ] || { echo "there is no benchmark"; exit 1; }
 		$(PY) "$$file" $(ARGS)
 	done
 

@@ -14,6 +14,7 @@ from data.dataset import IndexedDataset
 from data.errors import MediaError
 from data.pack import Failed, PackedNumpy, pack
 from data.sampler import GlobalBatchSampler
+from data.shared_times import SharedTimes
 from omni_ds.plan.build import Plan, StepPlan, build_step
 
 __all__ = ["EvalLoader", "PackedNumpy", "StepBatch", "StepLoader"]
@@ -70,6 +71,8 @@ class _Wire:
 class _Steps(Dataset):
     """Steps by number; runs in the workers."""
 
+    times: SharedTimes | None = None
+
     def __init__(self, dataset: IndexedDataset, plan: Plan, rank: int, *, forward_only: bool):
         self.dataset, self.plan, self.rank, self.forward_only = dataset, plan, rank, forward_only
 
@@ -79,7 +82,9 @@ class _Steps(Dataset):
     def __getitem__(self, step: int) -> _Wire:
         metas = self.dataset.metas(self.rows(step))
         started = time.perf_counter()
-        step_plan = build_step(self.plan, step, metas, forward_only=self.forward_only)
+        # Step numbers count from 0 here and from 1 everywhere a user sees them.
+        times = None if self.times is None else self.times.at(step + 1)
+        step_plan = build_step(self.plan, step, metas, forward_only=self.forward_only, times=times)
         plan_seconds = time.perf_counter() - started
         replica = step_plan.replica_of(self.rank)
         packed, failed = {}, {}
@@ -106,9 +111,10 @@ class _Steps(Dataset):
 
 
 class _TrainingSteps(_Steps):
-    def __init__(self, sampler: GlobalBatchSampler, *arguments):
+    def __init__(self, sampler: GlobalBatchSampler, times: SharedTimes | None, *arguments):
         super().__init__(*arguments, forward_only=False)
         self.sampler = sampler
+        self.times = times
 
     def rows(self, step: int) -> Sequence[int]:
         return self.sampler.rows(step)
@@ -152,7 +158,8 @@ class StepLoader(_Loader):
     """Training steps start_step .. end_step-1 (numbered from 0), as `sampler` draws them and `plan` deals
     them.
 
-    num_workers: processes; 0 makes each step when it is asked for. prefetch: steps ahead, per process.
+    num_workers: processes; 0 makes each step when it is asked for. prefetch: steps ahead, per process. times:
+    measured times to plan with.
     """
 
     def __init__(
@@ -165,8 +172,9 @@ class StepLoader(_Loader):
         end_step: int,
         num_workers: int = 0,
         prefetch: int = 2,
+        times: SharedTimes | None = None,
     ):
-        steps = _TrainingSteps(sampler, dataset, plan, rank)
+        steps = _TrainingSteps(sampler, times, dataset, plan, rank)
         super().__init__(steps, range(start_step, end_step), num_workers, prefetch)
 
 

@@ -8,7 +8,7 @@ from omni_ds.config.resolve import resolve
 
 
 def print_plan(arguments: argparse.Namespace) -> int:
-    """Print mesh, placement, parameters and memory per rank, and one step's actions; returns the exit status."""
+    """Print mesh, placement, parameters and memory per rank, and one step; returns the exit status."""
     from omni_ds.plan.build import build_step
     from omni_ds.plan.example import example_samples
     from omni_ds.plan.render import format_plan

@@ -25,6 +25,8 @@ class EncoderParallel(Section):
     """Split long segments over several ranks: off, from so many tokens on, or auto."""
     max_sp: PositiveInt = 8
     """At most so many ranks share one long segment."""
+    measured_times: bool = True
+    """Place encoder work by times measured in a few steps instead of by FLOPs; changes no result."""
 
 
 class Balance(Section):

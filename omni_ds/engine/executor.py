@@ -7,7 +7,8 @@ that D, and the encoder engine averages over the whole world, so it is multiplie
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,27 +35,29 @@ class StepInput:
         batches: micro-batch -> packed tensors on the device.
         media: window -> encoder -> media of this rank's share, in share order.
         target_tokens: of the global batch, failed samples left out.
+        measure: take the time of every compute action (on a GPU this waits for the device around each).
     """
 
     plan: StepPlan
     batches: Mapping[int, PackedBatch]
     media: Mapping[int, Mapping[str, Sequence[Tensor]]]
     target_tokens: int
+    measure: bool = False
 
 
 @dataclass
 class StepResult:
-    """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
-    ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
-    ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
-    start ns, end ns)."""
+    """``loss``: mean over the target tokens of the global batch; ``grad_norm``: joint, before clipping;
+    ``skipped``: the gradients were not finite and no weight changed; ``scores``: evaluation only,
+    micro-batch -> scores of its targets (last stage); ``times``: (action, start ns, end ns); ``compute``:
+    (compute action, ns without waiting), of measured steps."""
 
     loss: float
-    target_tokens: int
     grad_norm: float = 0.0
     skipped: bool = False
     scores: dict[int, TargetScores] = field(default_factory=dict)
     times: list[tuple[Action, int, int]] = field(default_factory=list)
+    compute: list[tuple[Action, int]] = field(default_factory=list)
     bytes_sent: int = 0
 
 
@@ -143,7 +146,7 @@ class StepExecutor:
         self._outputs: dict[int, tuple[Tensor, int]] = {}
         self._hidden_gradients: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
-        self._result = StepResult(loss=0.0, target_tokens=step.target_tokens)
+        self._result = StepResult(loss=0.0)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
         backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
@@ -177,6 +180,18 @@ class StepExecutor:
         self._handlers[action.kind](action)
         self._result.times.append((action, start, time.perf_counter_ns()))
 
+    @contextmanager
+    def _clock(self, action: Action) -> Iterator[None]:
+        """Measure the compute inside, without the waiting around it, in steps that ask for it."""
+        if not self._input.measure:
+            yield
+            return
+        synchronize(self._device)
+        start = time.perf_counter_ns()
+        yield
+        synchronize(self._device)
+        self._result.compute.append((action, time.perf_counter_ns() - start))
+
     def _post(self, channel: Channel, action: Action) -> None:
         shape = (self._input.batches[action.index].tokens, self._plan.llm.hidden)
         channel.post(action.index, shape, self._llm.dtype, action.peer)
@@ -196,16 +211,17 @@ class StepExecutor:
             empty = torch.zeros((0, self._plan.llm.hidden), dtype=self._llm.dtype, device=self._device)
             self._live[index] = _Live(hidden, features, empty)
             return
-        output = self._llm.forward(batch, hidden)
-        if self._last_stage:
-            if not self._train:
+        with self._clock(action):
+            output = self._llm.forward(batch, hidden)
+            if self._last_stage and self._train:
+                loss = loss_sum(output, batch.target_ids)
+                self._losses.append(loss.detach().double())
+                output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
+            elif self._last_stage:
                 scores = score_targets(output, batch.target_ids)
                 self._result.scores[index] = scores
                 self._losses.append(scores.loss.double().sum())
                 return
-            loss = loss_sum(output, batch.target_ids)
-            self._losses.append(loss.detach().double())
-            output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
         self._live[index] = _Live(hidden, features, output)
 
     def _backward(self, action: Action) -> None:
@@ -214,7 +230,8 @@ class StepExecutor:
         empty = self._input.batches[index].tokens == 0
         gradient = None if self._last_stage else self._gradients.wait(index)
         if not empty:
-            self._llm.backward(live.output, gradient)
+            with self._clock(action):
+                self._llm.backward(live.output, gradient)
         if live.hidden is not None:
             self._hidden_gradients[index] = live.hidden if empty else live.hidden.grad
         if live.features is not None and live.features.requires_grad:
@@ -226,9 +243,9 @@ class StepExecutor:
         rows: dict[str, int] = {}
         for placed in share.items:
             rows[placed.item.encoder] = rows.get(placed.item.encoder, 0) + placed.item.rows
-        output = self._encoders.forward(
-            window.index, self._input.media.get(window.index, {}), rows, window.passes, keep_graph=self._train
-        )
+        media = self._input.media.get(window.index, {})
+        with self._clock(action):
+            output = self._encoders.forward(window.index, media, rows, window.passes, keep_graph=self._train)
         assert output.shape[0] == share.rows, (
             f"window {window.index}: encoders made {output.shape[0]} rows, the plan says {share.rows}"
         )
@@ -246,7 +263,8 @@ class StepExecutor:
         rows = self._windows[action.index].share(self._rank).rows
         gradient = self._reshard.gradient_of(action.index, rows)
         scale = self._plan.mesh.world_size / self._plan.mesh.data_degree
-        self._encoders.backward(action.index, gradient * scale)
+        with self._clock(action):
+            self._encoders.backward(action.index, gradient * scale)
 
     def _norm(self, _: Action) -> None:
         squared = self._llm.squared_norm() + self._encoders.squared_norm()
@@ -262,3 +280,9 @@ class StepExecutor:
             self._result.skipped = True
             self._llm.skip_step()
             self._encoders.skip_step()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, so that a clock read after it is meaningful."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

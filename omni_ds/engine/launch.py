@@ -26,6 +26,7 @@ from omni_ds.engine.metrics import Reporter
 from omni_ds.engine.pipeline_module import stage_device
 from omni_ds.engine.runtime import Runtime, build_runtime
 from omni_ds.engine.summary import describe_data, describe_parts, describe_plan
+from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
 from omni_ds.errors import UserError
@@ -64,7 +65,15 @@ class Run:
     plan: Plan
     runtime: Runtime
 
-    def batches(self, first_step: int, last_step: int) -> StepLoader:
+    def timing(self) -> Timing | None:
+        """Measured times, where they can move anything."""
+        data, encoders = self.config.omni.data, self.config.omni.encoder_parallel
+        if not encoders.measured_times or not self.plan.encoders or self.plan.mesh.pipe == 1:
+            return None
+        ahead = data.num_workers * (data.prefetch_steps + 1)
+        return Timing(self.plan, self.runtime.rank, self.runtime.groups.control, horizon=ahead)
+
+    def batches(self, first_step: int, last_step: int, timing: Timing | None = None) -> StepLoader:
         """This rank's input of the steps after ``first_step`` up to ``last_step``."""
         data = self.config.omni.data
         return StepLoader(
@@ -76,6 +85,7 @@ class Run:
             last_step,
             num_workers=data.num_workers,
             prefetch=data.prefetch_steps,
+            times=timing.shared if timing is not None else None,
         )
 
     def evaluation(self) -> dict[str, EvaluationSet]:
@@ -147,7 +157,8 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         if text:
             reporter.say(text)
     tracer = _tracer(config, arguments.trace, first_step, last_step, group)
-    trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter, tracer)
+    timing = run.timing()
+    trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter, tracer, timing)
     try:
         if folder is not None:
             all_or_error(lambda: trainer.resume(folder), group)
@@ -157,7 +168,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         reporter.start(last_step, first_step, keep=arguments.eval_only)
         if not arguments.eval_only:
             started = time.perf_counter()
-            trainer.train(run.batches(first_step, last_step), first_step, last_step)
+            trainer.train(run.batches(first_step, last_step, timing), first_step, last_step)
             reporter.say(f"trained {last_step - first_step} steps in {time.perf_counter() - started:.0f} s")
         trainer.evaluate(first_step if arguments.eval_only else last_step)
         if export_dir is not None and (arguments.export or not arguments.eval_only):

@@ -4,14 +4,21 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from data.loader import PackedNumpy, StepBatch
 
+from data.loader import PackedNumpy, StepBatch
 from models.packed import PackedBatch
 from omni_ds.engine.executor import StepInput
 from omni_ds.plan.batch import MicroBatch
 
 
-def prepare(batch: StepBatch, rank: int, failed_rows: Collection[int], device: torch.device) -> StepInput:
+def prepare(
+    batch: StepBatch,
+    rank: int,
+    failed_rows: Collection[int],
+    device: torch.device,
+    *,
+    measure: bool = False,
+) -> StepInput:
     """Move one step to the device.
 
     A sample whose media could not be decoded keeps its tokens and shapes, so that the plan holds. It loses
@@ -19,6 +26,7 @@ def prepare(batch: StepBatch, rank: int, failed_rows: Collection[int], device: t
 
     Args:
         failed_rows: dataset rows that failed on any rank, agreed on by all.
+        measure: take the time of every compute action.
     """
     plan = batch.step_plan
     replica = plan.replica_of(rank)
@@ -34,7 +42,13 @@ def prepare(batch: StepBatch, rank: int, failed_rows: Collection[int], device: t
         for sample in micro_batch.samples
         if sample.row in failed
     )
-    return StepInput(plan=plan, batches=batches, media=batch.media, target_tokens=plan.target_tokens - lost)
+    return StepInput(
+        plan=plan,
+        batches=batches,
+        media=batch.media,
+        target_tokens=plan.target_tokens - lost,
+        measure=measure,
+    )
 
 
 def _packed(packed: PackedNumpy, micro_batch: MicroBatch, failed: frozenset[int]) -> PackedBatch:

@@ -16,6 +16,7 @@ from omni_ds.engine.executor import StepResult
 from omni_ds.engine.metrics import Reporter, peak_memory_bytes
 from omni_ds.engine.runtime import Runtime
 from omni_ds.engine.step_input import prepare
+from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import agree_on_step
@@ -39,6 +40,7 @@ class Trainer:
         fingerprint: of data, tokenizer and sampling; a checkpoint is resumed only with the same.
         reporter: metrics of this run.
         tracer: records the action times of some steps.
+        timing: measures actions for the planning of later steps.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Trainer:
         fingerprint: str,
         reporter: Reporter,
         tracer: Tracer | None = None,
+        timing: Timing | None = None,
     ):
-        self._tracer = tracer
+        self._tracer, self._timing = tracer, timing
         self._config, self._runtime = config, runtime
         self._evaluation, self._fingerprint, self._reporter = evaluation, fingerprint, reporter
         self._output = Path(config.omni.output_dir)
@@ -86,7 +89,10 @@ class Trainer:
         if failed:
             self._count_failures(failed, batch)
         self._samples += batch.step_plan.samples
-        result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
+        measure = self._timing is not None and self._timing.wants(step)
+        result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device, measure=measure))
+        if measure:
+            self._timing.add(step, batch.step_plan, result.compute)
         if self._tracer is not None and self._tracer.wants(step):
             self._tracer.add(step, result.times, origin)
         return result
@@ -120,7 +126,7 @@ class Trainer:
             "lr": self._runtime.learning_rates(),
             "samples": plan.samples,
             "tokens": plan.tokens,
-            "target_tokens": result.target_tokens,
+            "target_tokens": plan.target_tokens,
             "tokens_per_second": plan.tokens / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": waited,
@@ -173,6 +179,7 @@ class Trainer:
             "samples": self._samples,
             "failed": dict(self._failed),
             "schedules": self._runtime.schedules.state_dict(),
+            "times": self._timing.book.to_json() if self._timing is not None else [],
         }
         folder = state.save(
             self._output / "checkpoints",
@@ -200,4 +207,6 @@ class Trainer:
         self._samples = run_state["samples"]
         self._failed.update(run_state["failed"])
         self._runtime.schedules.load_state_dict(run_state["schedules"])
+        if self._timing is not None:
+            self._timing.restore(run_state["times"])
         return int(index["step"])

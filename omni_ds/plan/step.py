@@ -15,7 +15,9 @@ from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
+from omni_ds.plan.retime import retime
 from omni_ds.plan.sample import SampleMeta
+from omni_ds.plan.times import TimeModel
 from omni_ds.plan.weave import weave
 
 FILL = 4  # micro-batches per stage where samples allow: the pipeline idles (P - 1) / (M + P - 1) of the time
@@ -23,12 +25,18 @@ _CODE = {kind: code for code, kind in enumerate(Kind)}
 
 
 def build_step(
-    plan: Plan, step: int, samples: Sequence[SampleMeta], *, forward_only: bool = False
+    plan: Plan,
+    step: int,
+    samples: Sequence[SampleMeta],
+    *,
+    forward_only: bool = False,
+    times: TimeModel | None = None,
 ) -> StepPlan:
     """Plan one global batch. Deterministic: a function of its arguments alone, in integers.
 
     samples: of the whole global batch, in sampler order, each within the token budget. forward_only:
-    evaluation. UserError when a fixed number of micro-batches cannot hold the batch.
+    evaluation. times: measured; they place actions, all else is decided on FLOPs. UserError when a fixed
+    number of micro-batches cannot hold the batch.
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
     bins = _micro_batches(plan, samples, cost, forward_only)
@@ -36,7 +44,9 @@ def build_step(
     llm = llm_work(
         plan.llm, plan.stages, llm_costs, recompute=plan.options.recompute, forward_only=forward_only
     )
-    woven = weave(plan, llm, bins, cost, training=plan.encoders_trainable and not forward_only)
+    training = plan.encoders_trainable and not forward_only
+    woven = weave(plan, llm, bins, cost, training)
+    schedule = woven.schedule if times is None else retime(plan, times, bins, woven, training)
     replicas = tuple(
         ReplicaPlan(
             micro_batches=micro_batches,
@@ -45,8 +55,8 @@ def build_step(
             parts=parts,
             encoders=tuple(meta.name for meta in plan.encoders),
             ranks=ranks,
-            schedule=woven.schedule,
-            live=woven.schedule.live,
+            schedule=schedule,
+            live=schedule.live,
             forward_only=forward_only,
             tied=plan.llm.tied,
             llm_trainable=plan.llm.trainable,
@@ -66,7 +76,7 @@ def build_step(
         hash=_hash(step, replicas, forward_only),
         encoder_imbalance=_ratio([load for loads in woven.loads for load in loads]),
         llm_imbalance=_ratio([cost.total(plan.llm) for cost in llm_costs]),
-        bubble_fraction=woven.schedule.bubble_fraction,
+        bubble_fraction=schedule.bubble_fraction,
     )
 
 

@@ -27,12 +27,14 @@ Parts = tuple[tuple[tuple[int, ...], ...], ...]  # [window][rank]: indices of th
 
 @dataclass(frozen=True)
 class Woven:
-    """parts[replica]: who encodes what. loads[replica][rank]: encoder FLOPs of the step."""
+    """parts[replica]: who encodes what. loads[replica][rank]: encoder FLOPs of the step. work: of the windows
+    in which anything runs."""
 
     members: tuple[tuple[int, ...], ...]
     passes: tuple[tuple[str, ...], ...]
     parts: tuple[Parts, ...]
     loads: tuple[tuple[int, ...], ...]
+    work: EncoderWork
     schedule: Schedule
 
 
@@ -68,7 +70,8 @@ def weave(
     costs = Costs.of(replicas, cost)
     if not plan.encoders:
         nothing = ((),) * len(replicas)
-        return Woven((), (), nothing, nothing, joint(llm, EncoderWork((), ())))
+        work = EncoderWork((), ())
+        return Woven((), (), nothing, nothing, work, joint(llm, work))
     if plan.options.placement == "first_stage":
         return _first_stage(plan, llm, costs, training)
     return _colocated(plan, llm, costs, training)
@@ -104,7 +107,7 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
             ]
         schedule = min(tried, key=lambda found: found.length)
         if best is None or schedule.length < best.schedule.length:
-            best = Woven(members, passes, tuple(parts), loads, schedule)
+            best = Woven(members, passes, tuple(parts), loads, encoder, schedule)
     assert best is not None
     return best
 
@@ -148,7 +151,7 @@ def _first_stage(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Wove
     else:
         everywhere = encoder.numbers[-1] if encoder.backward is not None else None
         schedule = first_stage(llm, encoder, everywhere=everywhere)
-    return Woven(members, passes, tuple(parts), loads, schedule)
+    return Woven(members, passes, tuple(parts), loads, encoder, schedule)
 
 
 def _passes(

@@ -1,0 +1,106 @@
+"""The schedule of a step made again with measured times: actions move, everything else stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from omni_ds.plan.base import LLMWork, time_line
+from omni_ds.plan.batch import MicroBatch
+from omni_ds.plan.fill import EncoderWork, Schedule
+from omni_ds.plan.plan import Plan
+from omni_ds.plan.schedule import first_stage, joint, uniform
+from omni_ds.plan.times import TimeModel, llm_key
+from omni_ds.plan.weave import Woven
+
+OVERFLOWS = (0, 125, 500)  # per mille of a pause that encoder work may add to a bubble, as in list_schedule
+
+
+def retime(
+    plan: Plan, times: TimeModel, replicas: Sequence[Sequence[MicroBatch]], woven: Woven, training: bool
+) -> Schedule:
+    """Schedule ``woven``'s windows and shares by predicted nanoseconds instead of FLOPs.
+
+    training: encoder gradients are wanted. Whatever order comes out, gradients accumulate in window order, so
+    the result of the step is the same bit for bit.
+    """
+    llm = _llm_work(plan, times, replicas, woven)
+    encoder = _encoder_work(plan, times, replicas, woven, training)
+    if not encoder.windows:
+        return joint(llm, encoder)
+    leads = sorted({0, 1, 2, llm.stages // 2, llm.stages, 2 * llm.stages})
+    if plan.options.placement == "first_stage" and not plan.gathers_encoders:
+        everywhere = encoder.numbers[-1] if encoder.backward is not None else None
+        return first_stage(llm, encoder, everywhere=everywhere)
+    if plan.gathers_encoders:
+        found = [uniform(llm, encoder, lead=lead) for lead in leads]
+    else:
+        line, live = time_line(llm), woven.schedule.live
+        found = [
+            joint(llm, encoder, lead=lead, live=live, overflow=overflow, line=line)
+            for lead in leads
+            for overflow in OVERFLOWS
+        ]
+    return min(found, key=lambda schedule: schedule.length)
+
+
+def _llm_work(
+    plan: Plan, times: TimeModel, replicas: Sequence[Sequence[MicroBatch]], woven: Woven
+) -> LLMWork:
+    count, stages = len(replicas), range(plan.mesh.pipe)
+    sizes = [[_llm_sizes(mb) for mb in micro_batches] for micro_batches in replicas]
+    trains = any(action.kind.value == "B" for actions in woven.schedule.stages for action in actions)
+
+    def mean(kind: str, stage: int) -> tuple[int, ...]:
+        key = llm_key(kind, stage)
+        columns = zip(*sizes, strict=True)
+        return tuple(sum(times.predict(key, size) for size in column) // count for column in columns)
+
+    return LLMWork(
+        tuple(mean("F", stage) for stage in stages),
+        tuple(mean("B", stage) for stage in stages) if trains else None,
+    )
+
+
+def _llm_sizes(micro_batch: MicroBatch) -> tuple[int, int]:
+    return micro_batch.tokens, sum(n * n for n in micro_batch.lengths)
+
+
+def _encoder_work(
+    plan: Plan, times: TimeModel, replicas: Sequence[Sequence[MicroBatch]], woven: Woven, training: bool
+) -> EncoderWork:
+    """Average over replicas of the slowest share of each stage."""
+    active = woven.work
+    forward, backward = [], []
+    for position, window in enumerate(active.windows):
+        number = active.number(position)
+        shares = [
+            [_share_sizes(plan, micro_batches, window, part) for part in parts[number]]
+            for micro_batches, parts in zip(replicas, woven.parts, strict=True)
+        ]
+        forward.append(_by_stage(plan, shares, lambda sizes: times.predict("EF", sizes)))
+        backward.append(_by_stage(plan, shares, lambda sizes: times.predict("EB", sizes)))
+    return EncoderWork(active.windows, tuple(forward), tuple(backward) if training else None, active.numbers)
+
+
+def _by_stage(
+    plan: Plan, shares: Sequence[Sequence[tuple[int, ...]]], predict: Callable[[tuple[int, ...]], int]
+) -> tuple[int, ...]:
+    lanes, count = plan.mesh.lanes, len(shares)
+    costs = [[predict(sizes) if any(sizes) else 0 for sizes in replica] for replica in shares]
+    return tuple(
+        sum(max(replica[stage * lanes : (stage + 1) * lanes]) for replica in costs) // count
+        for stage in range(plan.mesh.pipe)
+    )
+
+
+def _share_sizes(
+    plan: Plan, micro_batches: Sequence[MicroBatch], window: Sequence[int], part: Sequence[int]
+) -> tuple[int, ...]:
+    """tokens, tokens^2 of each encoder, for the items of a window at the positions ``part``."""
+    items = [item for m in window for sample in micro_batches[m].samples for item in sample.items]
+    found = {meta.name: [0, 0] for meta in plan.encoders}
+    for index in part:
+        entry = found[items[index].encoder]
+        entry[0] += sum(items[index].segments)
+        entry[1] += sum(n * n for n in items[index].segments)
+    return tuple(size for entry in found.values() for size in entry)
