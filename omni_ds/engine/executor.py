@@ -47,12 +47,13 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """``loss``: mean over the target tokens of the global batch; ``grad_norm``: joint, before clipping;
-    ``skipped``: the gradients were not finite and no weight changed; ``scores``: evaluation only,
-    micro-batch -> scores of its targets (last stage); ``times``: (action, start ns, end ns); ``compute``:
-    (compute action, ns without waiting), of measured steps."""
+    """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
+    ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
+    ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
+    start ns, end ns)."""
 
     loss: float
+    target_tokens: int
     grad_norm: float = 0.0
     skipped: bool = False
     scores: dict[int, TargetScores] = field(default_factory=dict)
@@ -146,7 +147,7 @@ class StepExecutor:
         self._outputs: dict[int, tuple[Tensor, int]] = {}
         self._hidden_gradients: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
-        self._result = StepResult(loss=0.0)
+        self._result = StepResult(loss=0.0, target_tokens=step.target_tokens)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
         backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]

@@ -126,7 +126,7 @@ class Trainer:
             "lr": self._runtime.learning_rates(),
             "samples": plan.samples,
             "tokens": plan.tokens,
-            "target_tokens": plan.target_tokens,
+            "target_tokens": result.target_tokens,
             "tokens_per_second": plan.tokens / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": waited,
