@@ -16,7 +16,6 @@ def train_and_collect(
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config
-    from omni_ds.engine.encoder_engine import world_parallel
     from omni_ds.engine.launch import assemble
     from omni_ds.engine.step_input import prepare
     from omni_ds.parallel.agreement import agree_on_step
@@ -26,7 +25,7 @@ def train_and_collect(
 
     def weights() -> dict[str, torch.Tensor]:
         found = {n: t.clone().cpu() for n, t in full_parameters(runtime.module.global_names())}
-        with world_parallel():
+        with runtime.encoders.ranks.active():
             found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
         return found
 

@@ -83,7 +83,7 @@ def save(
     manifest, error = None, None
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        manifest = [_write_engine(temporary, engine, rank) for engine in engines]
+        manifest = {engine.name: _write_engine(temporary, engine, rank) for engine in engines}
     except OSError as caught:
         error = f"cannot write the checkpoint {final}: {caught}; free space or change omni.output_dir"
     gathered: list = [None] * dist.get_world_size(group)
@@ -94,8 +94,9 @@ def save(
     if rank == 0:
         files = {path.name: path.stat().st_size for path in sorted(temporary.glob("*.safetensors"))}
         index = {"format": FORMAT, "step": step, "run": run_state, "files": files, "engines": {}}
-        for position, engine in enumerate(engines):
-            index["engines"][engine.name] = _merge([manifests[position] for manifests, _ in gathered])
+        for name in sorted({name for manifests, _ in gathered for name in manifests}):
+            of_engine = [manifests[name] for manifests, _ in gathered if name in manifests]
+            index["engines"][name] = _merge(of_engine)
         write_atomically(temporary / INDEX, json.dumps(index))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)

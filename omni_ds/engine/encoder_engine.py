@@ -6,33 +6,76 @@ collectives and each rank may run them when it has time. ZeRO-3 is the exception
 parameters, so every rank runs the planned passes in the same order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from models.encoders import RuntimeEncoders
 from omni_ds.engine.optimizer_adapter import OptimizerAdapter, adapt
 
 
-@contextmanager
-def world_parallel() -> Iterator[None]:
-    """Make DeepSpeed see the encoders as purely data parallel over the world.
+@dataclass(frozen=True)
+class EncoderRanks:
+    """The ranks that share the encoders, purely data parallel.
 
-    ``deepspeed.utils.groups.mpu`` is process-global and the LLM's engine sets it; without this the encoder
-    engine would reduce over the LLM's data axis, silently.
+    Colocated encoders are shared by the world; ``group`` None lets DeepSpeed use its own world group. On the
+    first stage only, they are shared by that stage's ranks: then this is the ``mpu`` DeepSpeed asks.
     """
-    before = deepspeed_groups.mpu
-    deepspeed_groups.mpu = None
-    try:
-        yield
-    finally:
-        deepspeed_groups.mpu = before
+
+    group: ProcessGroup | None = None
+    alone: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make DeepSpeed see these ranks.
+
+        ``deepspeed.utils.groups.mpu`` is process-global and the LLM's engine sets it; without this the
+        encoder engine would reduce over the LLM's data axis, silently.
+        """
+        before = deepspeed_groups.mpu
+        deepspeed_groups.mpu = self.mpu
+        try:
+            yield
+        finally:
+            deepspeed_groups.mpu = before
+
+    @property
+    def mpu(self) -> "EncoderRanks | None":
+        return None if self.group is None else self
+
+    # The names DeepSpeed calls on an mpu.
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
 
 
 @dataclass
@@ -54,6 +97,9 @@ class EncoderEngine:
         hidden_size: width of a feature row (the LLM's hidden size).
         zero_stage: of the encoder engine.
         dtype, device: of inputs and features.
+        ranks: that share the encoders.
+        share_norm: sums a float64 over the world; given where some ranks hold no encoders, so that all learn
+            the encoders' gradient norm.
     """
 
     def __init__(
@@ -66,7 +112,11 @@ class EncoderEngine:
         zero_stage: int,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: EncoderRanks,
+        share_norm: Callable[[float], float] | None = None,
     ):
+        self.ranks = ranks
+        self._share_norm = share_norm
         self._order = tuple(order)
         self._modules = {"trainable": trainable, "frozen": frozen}
         self.engine = engine
@@ -90,9 +140,9 @@ class EncoderEngine:
         return (module for module in self._modules.values() if module is not None)
 
     def encoders(self) -> dict[str, nn.Module]:
-        """Every encoder by name, in config order."""
+        """Every encoder on this rank by name, in config order."""
         found = {name: encoder for module in self.modules() for name, encoder in module.encoders.items()}
-        return {name: found[name] for name in self._order}
+        return {name: found[name] for name in self._order if name in found}
 
     def train(self, mode: bool = True) -> None:
         for module in self.modules():
@@ -160,7 +210,7 @@ class EncoderEngine:
         )
         if not present and not minimal:
             return None, set()
-        with world_parallel(), torch.set_grad_enabled(keep_graph):
+        with self.ranks.active(), torch.set_grad_enabled(keep_graph):
             output = self.engine(present, minimal) if keep_graph else module(present, minimal)
         return output, set(present)
 
@@ -175,7 +225,7 @@ class EncoderEngine:
         if live is None:  # nothing trainable in this rank's share
             return
         self._begin_accumulation()
-        with world_parallel():
+        with self.ranks.active():
             self.engine.optimizer.clear_backward_seen_flag()
             # ZeRO-3 reduces in every pass and must know the last one; stages 1 and 2 reduce in ER.
             self.engine.set_gradient_accumulation_boundary(
@@ -202,7 +252,7 @@ class EncoderEngine:
         """Sum the step's gradients over the world: the ER action."""
         if self.engine is None:
             return
-        with world_parallel():
+        with self.ranks.active():
             self._begin_accumulation()
             if self._zero_stage != 3:
                 self._fill_missing_gradients()
@@ -227,20 +277,24 @@ class EncoderEngine:
             optimizer.update_hp_grads(clear_lp_grads=True)
 
     def squared_norm(self) -> Tensor:
-        """Squared gradient norm over the world, a float64 CPU scalar; valid after :meth:`reduce`."""
-        if self.adapter is None:
-            return torch.zeros((), dtype=torch.float64)
-        with world_parallel():
-            return self.adapter.squared_norm()
+        """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""
+        squared = torch.zeros((), dtype=torch.float64)
+        if self.adapter is not None:
+            with self.ranks.active():
+                squared = self.adapter.squared_norm()
+        if self._share_norm is None:
+            return squared
+        mine = float(squared) if dist.get_rank() == 0 else 0.0
+        return torch.tensor(self._share_norm(mine), dtype=torch.float64)
 
     def step(self, norm: float, clip: float) -> None:
         if self.adapter is not None:
-            with world_parallel():
+            with self.ranks.active():
                 self.adapter.step(norm, clip)
 
     def skip_step(self) -> None:
         if self.adapter is not None:
-            with world_parallel():
+            with self.ranks.active():
                 self.adapter.skip()
 
     def discard_live(self) -> None:

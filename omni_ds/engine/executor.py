@@ -2,7 +2,8 @@
 
 Scale, once and for all. The loss of a micro-batch is ``local_sum / target_tokens * D``: the LLM engine
 averages gradients over the D data ranks, and we want their sum. The gradient arriving at a feature carries
-that D, and the encoder engine averages over the whole world, so it is multiplied by ``world / D`` before EB.
+that D, and the encoder engine averages over the ranks that share the encoders (the world, when colocated), so
+it is multiplied by their number / D before EB.
 """
 
 import math
@@ -263,7 +264,7 @@ class StepExecutor:
     def _encoder_backward(self, action: Action) -> None:
         rows = self._windows[action.index].share(self._rank).rows
         gradient = self._reshard.gradient_of(action.index, rows)
-        scale = self._plan.mesh.world_size / self._plan.mesh.data_degree
+        scale = self._encoders.ranks.size / self._plan.mesh.data_degree
         with self._clock(action):
             self._encoders.backward(action.index, gradient * scale)
 

@@ -9,7 +9,6 @@ from omni_ds.checkpoint.export import ExportParts, ShardWriter, check_export_tar
 from omni_ds.checkpoint.full_weights import full_parameters
 from omni_ds.composition import Composition
 from omni_ds.config import Config
-from omni_ds.engine.encoder_engine import world_parallel
 from omni_ds.engine.runtime import Runtime
 from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
 
@@ -44,7 +43,7 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     for name, tensor in full_parameters(stage):
         if writes_stage:
             writer.add(name, tensor)
-    with world_parallel():
+    with runtime.encoders.ranks.active():
         for name, tensor in full_parameters(runtime.encoder_parameters()):
             if runtime.rank == 0:
                 writer.add(name, tensor)

@@ -116,7 +116,8 @@ class Schedules:
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict]) -> None:
-        for scheduler, state in zip(self._schedulers, states, strict=True):
+        # A rank without encoders (placement first_stage) has the LLM's schedule only, which comes first.
+        for scheduler, state in zip(self._schedulers, states, strict=False):
             scheduler.load_state_dict(state)
             if hasattr(scheduler, "get_lr"):
                 rates = scheduler.get_lr()

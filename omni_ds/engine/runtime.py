@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.encoders import RuntimeEncoders, build_encoder
@@ -16,9 +17,9 @@ from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
 from omni_ds.config.engines import encoder_engine_config, llm_engine_config
-from omni_ds.engine.encoder_engine import EncoderEngine, world_parallel
+from omni_ds.engine.encoder_engine import EncoderEngine, EncoderRanks
 from omni_ds.engine.executor import StepExecutor
-from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine
+from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
 from omni_ds.engine.pipeline_module import OmniPipelineModule
 from omni_ds.engine.protocol import LLMEngine
@@ -71,7 +72,7 @@ class Runtime:
         if self.encoders.engine is not None:
 
             def refresh() -> None:
-                with world_parallel():
+                with self.encoders.ranks.active():
                     self.encoders.adapter.refresh_weights()
 
             states.append(
@@ -108,7 +109,7 @@ def build_runtime(
     module.to(device)
     originals = _originals(module, encoders, dtype)
     llm = _llm_engine(config, module, plan, dtype, device)
-    encoder_engine = _encoder_engine(config, encoders, plan, dtype, device)
+    encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     schedules = Schedules(
         config, [_inner(e) for e in (_optimizer(llm), encoder_engine.engine) if e is not None]
@@ -175,9 +176,16 @@ def _llm_engine(
 
 
 def _encoder_engine(
-    config: Config, encoders: dict[str, nn.Module], plan: Plan, dtype: torch.dtype, device: torch.device
+    config: Config,
+    encoders: dict[str, nn.Module],
+    plan: Plan,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> EncoderEngine:
     hidden = plan.llm.hidden
+    first_stage = plan.options.placement == "first_stage" and plan.mesh.pipe > 1
+    ranks = EncoderRanks(groups.stage, groups.alone) if first_stage else EncoderRanks()
     zero_stage = config.omni.encoder_parallel.zero_stage
     trains = {name: any(p.requires_grad for p in encoder.parameters()) for name, encoder in encoders.items()}
     frozen = {name: encoder for name, encoder in encoders.items() if not trains[name]}
@@ -188,15 +196,28 @@ def _encoder_engine(
     if trainable_module is not None:
         trainable_module.to(device)
         parts = [part for name in trainable for part in _encoder_parts(config, name, trainable[name])]
-        with world_parallel():
+        with ranks.active():
             engine, *_ = deepspeed.initialize(
                 model=trainable_module,
                 optimizer=build_optimizer(config, parts, device),
                 config=_accumulating_in_fp32(encoder_engine_config(config), zero_stage),
+                mpu=ranks.mpu,
                 dist_init_required=False,
             )
+    if first_stage and plan.mesh.coords(dist.get_rank()).pipe > 0:
+        # DeepSpeed's start has barriers of the world, so all ranks took part; only the first stage encodes.
+        trainable_module = frozen_module = engine = None
     return EncoderEngine(
-        tuple(encoders), trainable_module, frozen_module, engine, hidden, zero_stage, dtype, device
+        tuple(encoders),
+        trainable_module,
+        frozen_module,
+        engine,
+        hidden,
+        zero_stage,
+        dtype,
+        device,
+        ranks,
+        share_norm=(lambda value: sum_over_ranks([value], groups.control)[0]) if first_stage else None,
     )
 
 

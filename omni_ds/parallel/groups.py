@@ -5,6 +5,7 @@ point-to-point traffic and each direction has a group of its own: transfers of o
 communicator run in order, so a feature waiting for its encoder would otherwise hold back activations.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,6 +26,8 @@ class ProcessGroups:
         feature_gradients: world group of the messages stage -> encoder rank.
         control: world group on CPU (gloo), for agreement, metrics and checkpoints.
         world: default world group on the device, for collectives.
+        stage: the ranks of this rank's pipeline stage.
+        alone: this rank.
     """
 
     activations: ProcessGroup
@@ -33,6 +36,8 @@ class ProcessGroups:
     feature_gradients: ProcessGroup
     control: ProcessGroup
     world: ProcessGroup
+    stage: ProcessGroup
+    alone: ProcessGroup
 
     @classmethod
     def create(cls, mesh: Mesh, timeout: timedelta) -> "ProcessGroups":
@@ -50,6 +55,14 @@ class ProcessGroups:
         def new(backend: str | None = None) -> ProcessGroup:
             return dist.new_group(ranks, timeout=timeout, backend=backend)
 
+        def mine(groups: Iterable[Sequence[int]]) -> ProcessGroup:
+            """Create every group of a partition (all ranks must) and keep this rank's."""
+            made = {tuple(group): dist.new_group(list(group), timeout=timeout) for group in groups}
+            return next(group for members, group in made.items() if dist.get_rank() in members)
+
+        stages: dict[int, list[int]] = {}
+        for rank in ranks:
+            stages.setdefault(mesh.coords(rank).pipe, []).append(rank)
         return cls(
             activations=new(),
             gradients=new(),
@@ -57,4 +70,6 @@ class ProcessGroups:
             feature_gradients=new(),
             control=new("gloo"),
             world=dist.group.WORLD,
+            stage=mine(stages.values()),
+            alone=mine([rank] for rank in ranks),
         )
