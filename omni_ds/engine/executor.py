@@ -51,7 +51,7 @@ class StepResult:
     """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
     ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
     ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
-    start ns, end ns)."""
+    start ns, end ns); ``compute``: (compute action, ns without waiting), of measured steps."""
 
     loss: float
     target_tokens: int

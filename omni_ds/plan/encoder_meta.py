@@ -176,7 +176,8 @@ class EncoderMeta:
         if self.family == "vit":
             side = self.patch * (self.factor if self.reduction == "pixel_shuffle" else 1)
             return side, side
-        return (1,)
+        # Not one frame: for that, torch's bf16 convolution on CPU leaves its weight gradient uninitialised.
+        return (2,)
 
     def _first_flops(self, segments: Sequence[int]) -> int:
         """The first convolution, whose input needs no gradient."""

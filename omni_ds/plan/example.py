@@ -45,4 +45,4 @@ def _shape(meta: EncoderMeta, scale: float) -> tuple[int, ...]:
         step = meta.minimal_shape()[0]
         side = max(step, int(meta.image * scale) // step * step)
         return side, side
-    return (max(1, int(meta.window * scale)),)
+    return (max(meta.minimal_shape()[0], int(meta.window * scale)),)

@@ -1,0 +1,77 @@
+"""bf16 weights and activations with fp32 accumulation and master weights, against fp32 and between layouts.
+
+Bounds, with u = 2^-9 the relative error of one rounding to bf16:
+
+- loss within u / 2 = 1e-3 of fp32: logits carry a few u each, of either sign; the mean over the targets
+  averages them, so its error is a fraction of one rounding.
+- gradient norm within 4 u = 8e-3: one rounding of each parameter's gradient in a micro-batch is random and
+  vanishes in a norm over thousands; what stays is the common error of the activations, a few u.
+- the update (final minus initial weights, as one vector) within 5 %: gradients of single weights are off by
+  several u, AdamW normalises small ones to full steps.
+- between layouts half of that: they round the same values and differ in the order of sums, which are fp32.
+  Accumulating eight micro-batches in bf16 would add a rounding of the running sum each.
+
+The frozen sinusoids of Whisper are left out of the weights: they have no fp32 master.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from parity.test_layouts import config_for, layout
+from ranks import run_ranks
+from worker import merge_weights, train_and_collect
+
+ROUNDING = 2.0**-9
+BF16 = "bf16.enabled=true"
+ONE = (1, layout(1, "colocated", 2, BF16))
+SPLIT = (2, layout(2, "colocated", 3, BF16))
+MORE = [
+    (2, layout(2, "colocated", 1, BF16)),
+    (2, layout(1, "colocated", 2, BF16)),
+    (4, layout(2, "first_stage", 2, BF16)),
+    (4, layout(4, "colocated", 3, BF16)),
+]
+
+
+@functools.cache
+def train(world: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+    results = run_ranks(train_and_collect, world, str(config_for("nothing")), overrides, timeout=120)
+    final, initial = merge_weights(results, "final"), merge_weights(results, "initial")
+    return results[0] | {"final": final, "initial": initial}
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Norm of a - b over all trained weights."""
+    assert a.keys() == b.keys()
+    squares = [
+        (a[name].double() - b[name].double()).square().sum() for name in a if "embed_positions" not in name
+    ]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def check(found: dict[str, Any], expected: dict[str, Any], share: float) -> None:
+    """``share`` of the bounds against fp32."""
+    assert found["losses"] == pytest.approx(expected["losses"], rel=share * ROUNDING / 2)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=share * 4 * ROUNDING)
+    update = difference(expected["final"], expected["initial"])
+    assert update > 0
+    assert difference(found["final"], expected["final"]) < share * 0.05 * update
+
+
+def test_bf16_is_near_fp32() -> None:
+    exact = train(1, layout(1))
+    found = train(*ONE)
+    assert found["losses"] != exact["losses"], "bf16 was not on"
+    check(found, exact, share=1.0)
+
+
+def test_bf16_layouts_agree() -> None:
+    check(train(*SPLIT), train(*ONE), share=0.5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "overrides"), MORE)
+def test_more_bf16_layouts_agree(world: int, overrides: tuple[str, ...]) -> None:
+    check(train(world, overrides), train(*ONE), share=0.5)
