@@ -42,7 +42,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="write a timeline of step STEPS, or of FIRST:LAST, to omni.output_dir/trace.json",
     )
     parser.add_argument(
-        "--plan", action="store_true", help="print the plan of one step and exit; needs no ranks"
+        "--plan",
+        action="store_true",
+        help="print the plan of one step, draw it for several mixes of modalities, and exit; needs no ranks",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of plan.png and plan.json (with --plan; omni.output_dir without it)",
     )
     parser.add_argument(
         "--world_size", type=int, metavar="N", help="number of ranks to plan for (with --plan)"

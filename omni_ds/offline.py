@@ -1,16 +1,27 @@
 """``--plan`` and ``--inspect``: what would run, without a process group."""
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omni_ds.composition import plan_of, read_composition
 from omni_ds.config.load import load_config
 from omni_ds.config.resolve import resolve
+from omni_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from omni_ds.plan.build import Plan, StepPlan
 
 
 def print_plan(arguments: argparse.Namespace) -> int:
-    """Print mesh, placement, parameters and memory per rank, and one step; returns the exit status."""
+    """Print mesh, placement, parameters and memory per rank, and one step; returns the exit status.
+
+    The same step and, beside it, those of other mixes of modalities are drawn into plan.png and written to
+    plan.json, in ``--out`` or else in omni.output_dir.
+    """
     from omni_ds.plan.build import build_step
-    from omni_ds.plan.example import example_samples
+    from omni_ds.plan.example import example_samples, mixes_of
     from omni_ds.plan.render import format_plan
 
     config = load_config(arguments.deepspeed_config, arguments.set)
@@ -19,9 +30,32 @@ def print_plan(arguments: argparse.Namespace) -> int:
     config = resolve(config, world, None)
     composition = read_composition(config, processors=False)
     plan = plan_of(config, composition, world)
-    step = build_step(plan, 0, example_samples(plan, config.train_batch_size, config.omni.data.max_length))
-    print(format_plan(plan, step))
+    steps = {
+        mix: build_step(
+            plan, 0, example_samples(plan, config.train_batch_size, config.omni.data.max_length, mix=mix)
+        )
+        for mix in mixes_of(plan)
+    }
+    print(format_plan(plan, steps["example"]))
+    _write_pictures(plan, steps, Path(arguments.out or config.omni.output_dir))
     return 0
+
+
+def _write_pictures(plan: "Plan", steps: Mapping[str, "StepPlan"], folder: Path) -> None:
+    from omni_ds.show.plan_picture import draw_plan
+    from omni_ds.show.plan_record import Planned, write_plan
+
+    planned = {mix: Planned.of(plan, step) for mix, step in steps.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, planned, folder / "plan.json")
+        draw_plan(plan, planned, folder / "plan.png")
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot write plan.json and plan.png there ({error.strerror}); name another folder "
+            "with --out"
+        ) from None
+    print(f"\nDrawn for {', '.join(steps)}: {folder / 'plan.png'}; as data: {folder / 'plan.json'}")
 
 
 def inspect_samples(arguments: argparse.Namespace) -> int:

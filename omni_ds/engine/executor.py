@@ -51,7 +51,8 @@ class StepResult:
     """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
     ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
     ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
-    start ns, end ns); ``compute``: (compute action, ns without waiting), of measured steps."""
+    start ns, end ns), where a compute action of a measured step starts when its messages are there;
+    ``compute``: (compute action, ns without waiting), of measured steps."""
 
     loss: float
     target_tokens: int
@@ -178,9 +179,9 @@ class StepExecutor:
         return sum(channel.bytes_sent for channel in self._channels())
 
     def _timed(self, action: Action) -> None:
-        start = time.perf_counter_ns()
+        self._began = time.perf_counter_ns()
         self._handlers[action.kind](action)
-        self._result.times.append((action, start, time.perf_counter_ns()))
+        self._result.times.append((action, self._began, time.perf_counter_ns()))
 
     @contextmanager
     def _clock(self, action: Action) -> Iterator[None]:
@@ -189,10 +190,10 @@ class StepExecutor:
             yield
             return
         synchronize(self._device)
-        start = time.perf_counter_ns()
+        self._began = time.perf_counter_ns()
         yield
         synchronize(self._device)
-        self._result.compute.append((action, time.perf_counter_ns() - start))
+        self._result.compute.append((action, time.perf_counter_ns() - self._began))
 
     def _post(self, channel: Channel, action: Action) -> None:
         shape = (self._input.batches[action.index].tokens, self._plan.llm.hidden)

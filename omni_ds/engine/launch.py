@@ -25,7 +25,7 @@ from omni_ds.engine.export import check_target, export_model
 from omni_ds.engine.metrics import Reporter
 from omni_ds.engine.pipeline_module import stage_device
 from omni_ds.engine.runtime import Runtime, build_runtime
-from omni_ds.engine.summary import describe_data, describe_parts, describe_plan
+from omni_ds.engine.summary import describe_attention, describe_data, describe_parts, describe_plan
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
@@ -152,6 +152,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         describe_parts(config, runtime),
         run.composition.text.describe(run.composition.embedding_rows),
         describe_plan(run.plan),
+        describe_attention(runtime),
         describe_data(run.dataset, run.held_out),
     ):
         if text:
@@ -173,6 +174,9 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         trainer.evaluate(first_step if arguments.eval_only else last_step)
         if export_dir is not None and (arguments.export or not arguments.eval_only):
             reporter.say(f"exported to {export_model(export_dir, config, run.composition, runtime)}")
+        picture = None if tracer is None else tracer.draw(run.plan)
+        if picture is not None:
+            reporter.say(f"traced: {picture}, and {picture.with_suffix('.json')} for ui.perfetto.dev")
     finally:
         reporter.close()
 

@@ -73,8 +73,9 @@ class Trainer:
             started = time.perf_counter()
             batch = next(iterator)
             waited = time.perf_counter() - started
+            rates = self._runtime.learning_rates()
             result = self._one_step(step, batch)
-            self._report(step, batch, result, time.perf_counter() - started, waited)
+            self._report(step, batch, result, time.perf_counter() - started, waited, rates)
             if every is not None and step % every == 0 and step < last_step:
                 self.evaluate(step)
             if save_every is not None and (step % save_every == 0 or step == last_step):
@@ -89,12 +90,15 @@ class Trainer:
         if failed:
             self._count_failures(failed, batch)
         self._samples += batch.step_plan.samples
-        measure = self._timing is not None and self._timing.wants(step)
-        result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device, measure=measure))
-        if measure:
+        fits = self._timing is not None and self._timing.wants(step)
+        traced = self._tracer is not None and self._tracer.wants(step)
+        result = runtime.executor.run(
+            prepare(batch, runtime.rank, failed, runtime.device, measure=fits or traced)
+        )
+        if fits:
             self._timing.add(step, batch.step_plan, result.compute)
-        if self._tracer is not None and self._tracer.wants(step):
-            self._tracer.add(step, result.times, origin)
+        if traced:
+            self._tracer.add(step, batch.step_plan, result.times, origin)
         return result
 
     def _count_failures(self, failed: tuple[int, ...], batch: StepBatch) -> None:
@@ -117,13 +121,21 @@ class Trainer:
                 f"omni.data.max_skip_fraction {data.max_skip_fraction}; repair the data or raise the limit"
             )
 
-    def _report(self, step: int, batch: StepBatch, result: StepResult, seconds: float, waited: float) -> None:
+    def _report(
+        self,
+        step: int,
+        batch: StepBatch,
+        result: StepResult,
+        seconds: float,
+        waited: float,
+        rates: Mapping[str, float],
+    ) -> None:
         plan = batch.step_plan
         row = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": self._runtime.learning_rates(),
+            "lr": rates,
             "samples": plan.samples,
             "tokens": plan.tokens,
             "target_tokens": result.target_tokens,
@@ -179,7 +191,7 @@ class Trainer:
             "samples": self._samples,
             "failed": dict(self._failed),
             "schedules": self._runtime.schedules.state_dict(),
-            "times": self._timing.book.to_json() if self._timing is not None else [],
+            "times": self._timing.state_dict() if self._timing is not None else None,
         }
         folder = state.save(
             self._output / "checkpoints",
@@ -207,6 +219,6 @@ class Trainer:
         self._samples = run_state["samples"]
         self._failed.update(run_state["failed"])
         self._runtime.schedules.load_state_dict(run_state["schedules"])
-        if self._timing is not None:
-            self._timing.restore(run_state["times"])
+        if self._timing is not None and run_state["times"] is not None:
+            self._timing.load_state_dict(run_state["times"])
         return int(index["step"])

@@ -31,7 +31,8 @@ class Simulation:
     """times[rank]: (action, start, end) of what blocks the rank's program, in order. length: end of the step.
 
     idle[rank]: cause -> time. peak_micro_batches, peak_windows[rank]: most forwards alive before their
-    backwards.
+    backwards. spans[rank]: (action, start, end) of all actions in program order; a message spans its
+    transfer, on both ends.
     """
 
     times: Mapping[int, tuple[tuple[Action, int, int], ...]]
@@ -39,6 +40,7 @@ class Simulation:
     idle: Mapping[int, Mapping[str, int]]
     peak_micro_batches: Mapping[int, int]
     peak_windows: Mapping[int, int]
+    spans: Mapping[int, tuple[tuple[Action, int, int], ...]]
 
     @property
     def bubble_fraction(self) -> float:
@@ -85,9 +87,14 @@ def simulate(
         if length > at:
             waits[CAUSES["end"]] = length - at
         times[rank], idle[rank] = tuple(mine), waits
+    span_of = {member: (start[n], end[n]) for n, members in enumerate(graph.members) for member in members}
+    spans = {
+        rank: tuple((action, *span_of[rank, position]) for position, action in enumerate(actions))
+        for rank, actions in graph.programs.items()
+    }
     peaks = {rank: peak_live(tuple(a for a, _, _ in mine)) for rank, mine in times.items()}
     return Simulation(
-        times, length, idle, {r: p[0] for r, p in peaks.items()}, {r: p[1] for r, p in peaks.items()}
+        times, length, idle, {r: p[0] for r, p in peaks.items()}, {r: p[1] for r, p in peaks.items()}, spans
     )
 
 
