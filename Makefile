@@ -15,6 +15,8 @@ VENV ?= .venv
 # Another index of torch wheels (for an older GPU driver, or the CPU-only ones).
 TORCH_INDEX ?=
 CONFIG ?= ds_configs/omni.json
+# Where the ranks of `make train` meet; by default a free port.
+PORT ?= $(shell $(PYTHON) -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 # More arguments for run.py, pytest or the benchmark.
 ARGS ?=
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -49,7 +51,7 @@ help:
 	make docs       write docs/config.md and ds_configs/schema.json anew
 	make install    only install
 
-	CONFIG=file NPROC=n ARGS='--set omni.train.max_steps=10'
+	CONFIG=file NPROC=n PORT=n ARGS='--set omni.train.max_steps=10'
 	VENV=           use the current environment
 	PYTHON=python3  the Python (3.11 or newer) that makes .venv
 	TORCH_INDEX=url another index of torch wheels
@@ -65,7 +67,7 @@ train: $(STAMP)
 		threads=$$(( $$(nproc) / $(NPROC) ))
 		export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$(( threads > 0 ? threads : 1 ))}"
 	fi
-	deepspeed --num_accelerators $(NPROC) run.py --deepspeed_config $(CONFIG) "$${args[@]}"
+	deepspeed --master_port $(PORT) --num_accelerators $(NPROC) run.py --deepspeed_config $(CONFIG) "$${args[@]}"
 
 test: $(STAMP)
 	OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(PY) -m pytest -m "not full and not gpu" $(ARGS)

@@ -19,9 +19,12 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
 
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.batch import light_ends

@@ -23,7 +23,8 @@ class SourceConfig(Section):
     query: str | None = None
     """User message for sets that have only media and an answer, for example `<audio>Transcribe.`"""
     weight: PositiveFloat = 1.0
-    """Share of the training samples drawn from this set, relative to the other sets."""
+    """Share of the training samples drawn from this set, relative to the other sets. When all weights are
+    equal the sets are joined and every sample is drawn once an epoch."""
     max_samples: PositiveInt | None = None
     """Use only the first so many samples."""
 

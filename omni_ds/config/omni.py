@@ -22,9 +22,9 @@ class EncoderParallel(Section):
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO stage of the encoders, over all ranks."""
     long_short: Auto | Literal["off"] | PositiveInt = "auto"
-    """Split long segments over several ranks: off, from so many tokens on, or auto."""
+    """Split long segments over several ranks: off, from so many tokens on, or auto. Nothing is split yet."""
     max_sp: PositiveInt = 8
-    """At most so many ranks share one long segment."""
+    """At most so many ranks share one long segment. Nothing is split yet."""
     measured_times: bool = True
     """Place encoder work by times measured in a few steps instead of by FLOPs; changes no result."""
 
@@ -64,7 +64,7 @@ class ExportConfig(Section):
     at_end: bool = True
     """Export when training has finished (`--export DIR` exports at any time)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the exported weights; null: the one trained in."""
+    """Of the exported weights; null: the one they were imported in, float32 for fresh ones."""
     max_shard_size: Annotated[str, Field(pattern=_SIZE.pattern, examples=["5GB"])] = "5GB"
     """Largest safetensors file, in KB, MB, GB or KiB, MiB, GiB."""
 

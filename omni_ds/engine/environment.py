@@ -6,6 +6,8 @@ import sys
 import warnings
 from datetime import timedelta
 
+from omni_ds.errors import UserError
+
 # How long a rank waits for the others before it gives up and says so.
 TIMEOUT = timedelta(minutes=float(os.environ.get("OMNI_DS_TIMEOUT_MINUTES", "30")))
 
@@ -61,7 +63,16 @@ def start_distributed() -> None:
 
     # Its shared-memory op is compiled on first use and is of no use to us.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+    try:
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" not in str(error):
+            raise UserError(f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{where} is in use by another program; choose another port: deepspeed --master_port N, "
+            "torchrun --master_port N"
+        ) from None
 
 
 def prepare_imports() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from data.index import IndexedDataset
-
+from models.attention import describe_backend
 from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr
 from omni_ds.engine.runtime import Runtime
@@ -41,6 +41,12 @@ def describe_parts(config: Config, runtime: Runtime) -> str:
 
 def _part(name: str, parameters: int, trains: bool, lr: float) -> tuple[str, ...]:
     return (name, f"{parameters:,}", "yes" if trains else "no", f"{lr:g}" if trains else "-")
+
+
+def describe_attention(runtime: Runtime) -> str:
+    """Which attention kernel runs, by device and dtype."""
+    head_dim = runtime.plan.llm.head_dim
+    return "attention: " + describe_backend(runtime.device, runtime.llm.dtype, head_dim)
 
 
 def describe_plan(plan: Plan) -> str:

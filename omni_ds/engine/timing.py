@@ -97,11 +97,21 @@ class Timing:
             action.kind.value, tuple(size for entry in found.values() for size in entry), nanoseconds
         )
 
-    def restore(self, rows: list[dict]) -> None:
-        """Take over the models of a checkpoint."""
-        self.book = TimeBook.from_json(rows)
-        for model in self.book.models:
-            self.shared.publish(model)
+    def state_dict(self) -> dict:
+        return {"stages": [list(layers) for layers in self._plan.stages], "models": self.book.to_json()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over the models of a checkpoint; those of other stages or encoders say nothing here."""
+        book = TimeBook.from_json(state["models"])
+        keys = dict(model_keys(self._plan))
+        same_layers = [tuple(layers) for layers in state["stages"]] == list(self._plan.stages)
+        fits = all(
+            {key: len(values) for key, values in model.coefficients.items()} == keys for model in book.models
+        )
+        if same_layers and fits:
+            self.book = book
+            for model in book.models:
+                self.shared.publish(model)
 
 
 def _thinned(rows: list[Observation]) -> list[Observation]:

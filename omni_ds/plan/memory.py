@@ -52,9 +52,11 @@ def stage_parameters(plan: Plan, stage: int) -> int:
     return held
 
 
-def encoder_parameters(plan: Plan) -> tuple[int, int]:
-    """(trained, frozen) parameters of all encoders and projectors."""
+def encoder_parameters(plan: Plan, stage: int) -> tuple[int, int]:
+    """(trained, frozen) parameters of the encoders and projectors a rank of this stage holds."""
     trained = frozen = 0
+    if plan.options.placement == "first_stage" and stage > 0:
+        return 0, 0
     for meta in plan.encoders:
         for count, trains in (
             (meta.tower_parameters, meta.tower_trainable),
@@ -68,10 +70,11 @@ def rank_bytes(plan: Plan, stage: int, sizes: Bytes) -> int:
     """Bytes on a rank of this stage: its part of the LLM and all encoders."""
     mesh = plan.mesh
     llm = state_bytes(stage_parameters(plan, stage), plan.llm.trainable, 1, mesh.data_degree, sizes)
-    trained, frozen = encoder_parameters(plan)
+    trained, frozen = encoder_parameters(plan, stage)
+    sharers = mesh.data_degree * mesh.tensor if plan.options.placement == "first_stage" else mesh.world_size
     zero = plan.options.encoder_zero_stage if plan.encoders_trainable else 0
     return (
         llm
-        + state_bytes(trained, True, zero, mesh.world_size, sizes)
-        + state_bytes(frozen, False, zero, mesh.world_size, sizes)
+        + state_bytes(trained, True, zero, sharers, sizes)
+        + state_bytes(frozen, False, zero, sharers, sizes)
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omni_ds.plan.actions import Action, Kind
+from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters
 
 if TYPE_CHECKING:
     from omni_ds.plan.fill import Schedule
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 LINE = 160
 GIB = 1 << 30
+_SHORT = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w", Kind.EF: "e", Kind.EB: "E"}
 
 
 def order_grid(
@@ -49,9 +51,10 @@ def order_grid(
 
 
 def time_grid(schedule: Schedule, labels: Sequence[str], *, cell: int = 5) -> str:
-    """Stage x time, to scale: an action is as wide as it takes, at least its name; '.' is idle.
+    """Stage x time, to scale; '.' is idle.
 
-    cell: columns of an average LLM forward. Names that do not fit are cut to their kind's letter.
+    cell: columns of an average LLM forward. Where its name does not fit an action shows f, b, e (EF) or E
+    (EB); one of less than a column is not shown.
     """
     forwards = [
         end - start
@@ -71,7 +74,7 @@ def time_grid(schedule: Schedule, labels: Sequence[str], *, cell: int = 5) -> st
             size = right - left
             if size <= 0:
                 continue
-            text = name if len(name) <= size else action.kind.value.lower()[-1] * size
+            text = name if len(name) <= size else _SHORT[action.kind] * size
             row[left:right] = list(text.ljust(size, "-"))
         rows.append("".join(row))
     columns = LINE - label - 3
@@ -125,26 +128,25 @@ def _placement(plan: Plan) -> str:
         if s == plan.mesh.pipe - 1:
             parts.append("norm and head" + (" (tied)" if plan.llm.tied else ""))
         lines.append(f"  stage {s}: {', '.join(parts)}")
-    where = "every rank" if plan.options.placement == "colocated" else "stage 0 (replicated on every rank)"
+    first_stage = plan.options.placement == "first_stage" and plan.mesh.pipe > 1
+    where, shared = ("the first stage", "its ranks") if first_stage else ("every rank", "the world")
     for meta in plan.encoders:
         parts = (("tower", meta.tower_trainable), ("projector", meta.projector_trainable))
         trains = [name for name, trainable in parts if trainable]
         lines.append(
             f"  encoder {meta.name} ({meta.model_type}): {where}, ZeRO-{plan.options.encoder_zero_stage} "
-            f"over the world, trains {' and '.join(trains) or 'nothing'}"
+            f"over {shared}, trains {' and '.join(trains) or 'nothing'}"
         )
     return "\n".join(lines)
 
 
 def _memory(plan: Plan) -> str:
-    from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters
-
-    encoders = sum(encoder_parameters(plan))
     lines = [
         "Parameters, and GiB of weights, gradients and optimizer state a rank (without activations)",
         f"  {'stage':>5}  {'LLM':>15}  {'encoders':>15}  {'bf16':>8}  {'fp32':>8}",
     ]
     for s in range(plan.mesh.pipe):
+        encoders = sum(encoder_parameters(plan, s))
         lines.append(
             f"  {s:>5}  {stage_parameters(plan, s):>15,}  {encoders:>15,}  "
             f"{rank_bytes(plan, s, BF16) / GIB:>8.3f}  {rank_bytes(plan, s, FP32) / GIB:>8.3f}"

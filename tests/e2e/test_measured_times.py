@@ -1,4 +1,4 @@
-"""Measured times move encoder work between actions; losses, norms and resumed runs stay the same bit for bit."""
+"""Measured times move encoder work between actions; losses and norms stay the same bit for bit."""
 
 import json
 from pathlib import Path
@@ -45,6 +45,6 @@ def test_same_result_with_and_without(tmp_path: Path, zero_stage: int) -> None:
     assert planned[0][:7] == planned[1][:7]
     assert planned[0][7:] != planned[1][7:], "the measured times were not used"
     index = tmp_path / "True" / "checkpoints" / f"step-{STEPS:08d}" / "index.json"
-    (model,) = json.loads(index.read_text())["run"]["times"]
+    (model,) = json.loads(index.read_text())["run"]["times"]["models"]
     assert model["from_step"] == 8
     assert {"F.0", "F.1", "B.0", "B.1", "EF", "EB"} == set(model["coefficients"])

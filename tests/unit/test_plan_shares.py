@@ -152,7 +152,7 @@ def test_memory_counts_18_and_16_bytes_split_by_zero():
     assert (
         sum(stage_parameters(plan, s) for s in (0, 1)) == plan.llm.parameters + plan.llm.embedding_parameters
     )
-    trained, frozen = encoder_parameters(plan)
+    trained, frozen = encoder_parameters(plan, 0)
     assert trained == sum(m.projector_parameters for m in plan.encoders)
     assert frozen == sum(m.tower_parameters for m in plan.encoders)
     expected = (

