@@ -4,6 +4,7 @@ Also started by torchrun and srun. ``--plan`` and ``--inspect`` print what would
 """
 
 import argparse
+import os
 import sys
 import traceback
 
@@ -83,6 +84,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of a pipe (head) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception:  # noqa: BLE001  a fault of ours: say where, end at once, and let the launcher end the others
         traceback.print_exc()
         return 1
