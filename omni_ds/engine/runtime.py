@@ -17,7 +17,8 @@ from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
 from omni_ds.config.engines import encoder_engine_config, llm_engine_config
-from omni_ds.engine.encoder_engine import EncoderEngine, EncoderRanks
+from omni_ds.engine.encoder_engine import EncoderEngine
+from omni_ds.engine.encoder_ranks import EncoderRanks
 from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
