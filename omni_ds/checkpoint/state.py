@@ -27,6 +27,7 @@ from omni_ds.checkpoint.layout import (
     write_atomically,
 )
 from omni_ds.errors import UserError
+from omni_ds.parallel.agreement import AgreedError
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def save(
     dist.all_gather_object(gathered, (manifest, error), group=group)
     failed = next((message for _, message in gathered if message), None)
     if failed:
-        raise UserError(failed)
+        raise AgreedError(failed)
     if rank == 0:
         files = {path.name: path.stat().st_size for path in sorted(temporary.glob("*.safetensors"))}
         index = {"format": FORMAT, "step": step, "run": run_state, "files": files, "engines": {}}

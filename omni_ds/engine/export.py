@@ -1,15 +1,19 @@
 """Write the trained model as an HF folder, each rank its own share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from omni_ds.checkpoint.export import ExportParts, ShardWriter, check_export_target, finish_export
+from omni_ds.checkpoint.export_shards import Manifest
 from omni_ds.checkpoint.full_weights import full_parameters
 from omni_ds.composition import Composition
 from omni_ds.config import Config
 from omni_ds.engine.runtime import Runtime
+from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
 
 
@@ -40,19 +44,36 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
         for name, parameter in runtime.module.global_names().items()
         if not getattr(parameter, "ds_pipe_replicated", False)
     }
-    for name, tensor in full_parameters(stage):
-        if writes_stage:
-            writer.add(name, tensor)
+    problem = _write(writer if writes_stage else None, full_parameters(stage), runtime)
     with runtime.encoders.ranks.active():
-        for name, tensor in full_parameters(runtime.encoder_parameters()):
-            if runtime.rank == 0:
-                writer.add(name, tensor)
-    manifest = all_or_error(writer.close, group)
+        parameters = full_parameters(runtime.encoder_parameters())
+        problem = _write(writer if runtime.rank == 0 else None, parameters, runtime) or problem
+
+    def close() -> Manifest:
+        if problem is not None:
+            raise problem
+        return writer.close()
+
+    manifest = all_or_error(close, group)
     manifests: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(manifests, manifest, group=group)
     return broadcast_from_rank_0(
         lambda: finish_export(out_dir, manifests, _parts(config, composition)), group
     )
+
+
+def _write(
+    writer: ShardWriter | None, parameters: Iterator[tuple[str, Tensor]], runtime: Runtime
+) -> UserError | None:
+    """Go through ``parameters``, which is collective, to its end; returns what went wrong on the way."""
+    problem = None
+    for name, tensor in parameters:
+        if writer is not None and problem is None:
+            try:
+                writer.add(name, runtime.frozen_originals.get(name, tensor))
+            except UserError as error:
+                problem = error
+    return problem
 
 
 def _dtype_of(config: Config, runtime: Runtime):

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
 from omni_ds.errors import UserError
-from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
+from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from_rank_0
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.build import Plan
 from omni_ds.plan.mesh import Mesh
@@ -46,9 +47,13 @@ def train(arguments: argparse.Namespace) -> int:
     environment.start_distributed()
     try:
         _run(config, arguments)
-    except UserError:
-        environment.stop_distributed()  # raised on all ranks alike, so all reach this
+    except AgreedError:
+        environment.stop_distributed()  # all ranks reach this
         raise
+    except UserError as error:
+        # Of this rank alone: the others wait in a collective until the launcher ends them.
+        print(f"error: rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     environment.stop_distributed()
     return 0
 

@@ -1,6 +1,6 @@
 """Builds this rank's modules and engines from the plan: only what this rank holds is ever allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import deepspeed
 import torch
@@ -36,6 +36,7 @@ class Runtime:
     Attributes:
         module: the LLM's stage; its ``encoder_anchor`` is ``encoders``.
         source_dtypes: dtype a parameter was imported with, by global name; absent for fresh weights.
+        frozen_originals: frozen weights as loaded, where training rounds them, on ranks that export.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class Runtime:
     schedules: Schedules
     executor: StepExecutor
     source_dtypes: dict[str, torch.dtype]
+    frozen_originals: dict[str, Tensor] = field(default_factory=dict)
 
     def learning_rates(self) -> dict[str, float]:
         return self.schedules.learning_rates()
@@ -108,7 +110,7 @@ def build_runtime(
     source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
     module.mark_replicated()
     module.to(device)
-    originals = _originals(module, encoders, dtype)
+    originals = _originals(module, encoders, dtype, source_dtypes)
     llm = _llm_engine(config, module, plan, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
@@ -122,6 +124,12 @@ def build_runtime(
         plan, rank, device, groups, module, llm, encoder_engine, schedules, executor, source_dtypes
     )
     _restore_masters(runtime, originals)
+    where = plan.mesh.coords(rank)
+    if where.data == 0 and where.sequence == 0:  # ranks that export
+        trained = {
+            name for state in runtime.engine_states() for name, p in state.named.items() if p.requires_grad
+        }
+        runtime.frozen_originals = {n: t for n, t in originals.items() if n not in trained}
     return runtime
 
 
@@ -136,9 +144,12 @@ def _load(
 
 
 def _originals(
-    module: OmniPipelineModule, encoders: dict[str, nn.Module], dtype: torch.dtype
+    module: OmniPipelineModule,
+    encoders: dict[str, nn.Module],
+    dtype: torch.dtype,
+    source_dtypes: dict[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """fp32 copies of the trainable weights, where training casts them to something smaller."""
+    """CPU copies of the weights as loaded, where training rounds them."""
     if dtype == torch.float32:
         return {}
     named = dict(module.global_names())
@@ -146,9 +157,9 @@ def _originals(
         local = dict(encoder.named_parameters())
         named |= {global_name: local[name] for name, global_name in encoder.hf_names().items()}
     return {
-        name: parameter.detach().float().cpu().clone()
+        name: parameter.detach().cpu().clone()
         for name, parameter in named.items()
-        if parameter.requires_grad
+        if source_dtypes.get(name, torch.float32) != dtype
     }
 
 
@@ -159,8 +170,9 @@ def _restore_masters(runtime: Runtime, originals: dict[str, Tensor]) -> None:
         return
     for engine in runtime.engine_states():
         for fragment in fragments(engine.optimizer, engine.named):
-            piece = originals[fragment.name].view(-1)[fragment.offset : fragment.offset + fragment.length]
-            fragment.tensors[WEIGHT].copy_(piece)
+            if fragment.name in originals:
+                whole = originals[fragment.name].view(-1)
+                fragment.tensors[WEIGHT].copy_(whole[fragment.offset : fragment.offset + fragment.length])
         engine.refresh()
 
 

@@ -19,7 +19,7 @@ from omni_ds.engine.step_input import prepare
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.errors import UserError
-from omni_ds.parallel.agreement import agree_on_step
+from omni_ds.parallel.agreement import AgreedError, agree_on_step
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Trainer:
         self._failed["medium could not be decoded"] += len(failed)
         total = sum(self._failed.values())
         if data.on_error == "raise":
-            raise UserError(
+            raise AgreedError(
                 f"rows {', '.join(map(str, failed))}: media could not be decoded; repair them, or set "
                 "omni.data.on_error to skip"
             )
         seen = self._samples + batch.step_plan.samples
         if seen >= 100 and total > data.max_skip_fraction * seen:
-            raise UserError(
+            raise AgreedError(
                 f"{total} of {seen} samples had media that could not be decoded, more than "
                 f"omni.data.max_skip_fraction {data.max_skip_fraction}; repair the data or raise the limit"
             )

@@ -16,6 +16,12 @@ from omni_ds.errors import UserError
 from omni_ds.plan.build import StepPlan
 
 T = TypeVar("T")
+
+
+class AgreedError(UserError):
+    """A UserError that every rank raises at the same place, so that all can leave the world in order."""
+
+
 _FIELDS = ("step", "plan hash", "micro-batches", "windows", "target tokens", "samples")
 
 
@@ -56,7 +62,7 @@ def agree_on_step(plan: StepPlan, failed_rows: list[int], group: ProcessGroup) -
 
 
 def all_or_error(work: Callable[[], T], group: ProcessGroup) -> T:
-    """Run ``work`` on every rank; if it fails with a UserError on any, raise that error on all.
+    """Run ``work`` on every rank; if it fails with a UserError on any, raise an AgreedError on all.
 
     Without this a rank that finds a missing file would leave the others waiting in a collective.
     """
@@ -69,12 +75,12 @@ def all_or_error(work: Callable[[], T], group: ProcessGroup) -> T:
     dist.all_gather_object(errors, error, group=group)
     first = next((message for message in errors if message is not None), None)
     if first is not None:
-        raise UserError(first)
+        raise AgreedError(first)
     return result  # type: ignore[return-value]
 
 
 def broadcast_from_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
-    """The result of ``work`` on rank 0, on every rank; a UserError of rank 0 is raised on all."""
+    """The result of ``work`` on rank 0, on every rank; an AgreedError on all if it fails there."""
     outcome: list[object] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -83,5 +89,5 @@ def broadcast_from_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
             outcome[1] = str(error)
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise AgreedError(outcome[1])
     return outcome[0]  # type: ignore[return-value]

@@ -132,23 +132,15 @@ def test_overfitted_samples_are_reproduced_by_the_export(tmp_path: Path) -> None
     assert ask(tmp_path / "model", rows, tmp_path) == [row["messages"][-1]["content"] for row in rows]
 
 
-ROUNDED = (
-    pytest.mark.full,
-    pytest.mark.xfail(
-        strict=True, reason="what is frozen (Whisper's sinusoids) has no fp32 master and is exported rounded"
-    ),
-)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(("pipeline.stages=2", "omni.encoder_parallel.zero_stage=3"), id="fp32"),
-        pytest.param(("pipeline.stages=2", "bf16.enabled=true"), id="bf16", marks=ROUNDED),
+        pytest.param(("pipeline.stages=2", "bf16.enabled=true"), id="bf16", marks=pytest.mark.full),
         pytest.param(
             ("bf16.enabled=true", "omni.encoder_parallel.zero_stage=3"),
             id="bf16-zero3",
-            marks=ROUNDED,
+            marks=pytest.mark.full,
         ),
     ],
 )
