@@ -20,7 +20,10 @@ import os
 import platform
 import random
 import statistics
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
 
 from omni_ds.config.parts import EncoderConfig
 from omni_ds.plan.build import Plan, PlanOptions, build_plan, build_step
@@ -113,12 +116,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="draw planned above measured for each case")
     args = parser.parse_args()
-    import torch
-
-    from omni_ds.emulate.world import emulate
     from omni_ds.engine.environment import prepare_imports
 
     prepare_imports()
+    import torch
+
+    from omni_ds.emulate.world import emulate
+
     cases = make_cases(args.ranks, args.seconds, args.seed)
     simulated = {name: case.simulate() for name, case in cases.items()}
     ratio = encoder_ratio(cases["colocated"])

@@ -1,13 +1,16 @@
 """What a config composes: HF configs, numbers for the plan, processors. Nothing is allocated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omni_ds.config import Config
 from omni_ds.plan.build import Plan, PlanOptions, build_plan
+from omni_ds.plan.cost import encoder_work_per_token
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.mesh import Mesh
+from omni_ds.plan.sample import SampleMeta
 
 
 @dataclass
@@ -70,8 +73,13 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
     )
 
 
-def plan_of(config: Config, composition: Composition, world_size: int) -> Plan:
+def plan_of(
+    config: Config, composition: Composition, world_size: int, samples: Sequence[SampleMeta] = ()
+) -> Plan:
     """The static plan for a resolved configuration on ``world_size`` ranks.
+
+    Args:
+        samples: typical ones; what encoders do for them counts where layers are cut ``with_encoders``.
 
     Raises:
         UserError: degrees that do not divide, or more stages than layers.
@@ -82,6 +90,9 @@ def plan_of(config: Config, composition: Composition, world_size: int) -> Plan:
         sequence=config.sequence_parallel_size,
         tensor=max(1, config.tensor_parallel.autotp_size),
     )
+    work = 0
+    if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
+        work = encoder_work_per_token(composition.encoders, samples, recomputes(config))
     options = PlanOptions(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
@@ -90,6 +101,7 @@ def plan_of(config: Config, composition: Composition, world_size: int) -> Plan:
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),
         encoder_recompute=recomputes(config),
+        first_stage_work=work,
     )
     return build_plan(composition.llm, composition.encoders, mesh, options)
 

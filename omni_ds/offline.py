@@ -30,6 +30,9 @@ def print_plan(arguments: argparse.Namespace) -> int:
     config = resolve(config, world, None)
     composition = read_composition(config, processors=False)
     plan = plan_of(config, composition, world)
+    if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
+        examples = example_samples(plan, config.train_batch_size, config.omni.data.max_length)
+        plan = plan_of(config, composition, world, examples)
     steps = {
         mix: build_step(
             plan, 0, example_samples(plan, config.train_batch_size, config.omni.data.max_length, mix=mix)

@@ -19,6 +19,9 @@ class EncoderParallel(Section):
     placement: Literal["colocated", "first_stage"] = "colocated"
     """colocated: every rank encodes its share of every window; first_stage: only the ranks of the first
     pipeline stage encode (a baseline)."""
+    first_stage_cut: Literal["even", "with_encoders"] = "even"
+    """How the LLM's layers are cut into stages under placement first_stage: evenly, or so that stages are
+    even with the encoders' work for the average sample counted on the first one."""
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO stage of the encoders, over all ranks."""
     long_short: Auto | Literal["off"] | PositiveInt = "auto"

@@ -52,6 +52,15 @@ def _model_or_parts(config: Config) -> Iterator[str]:
             )
 
 
+def _first_stage(config: Config) -> Iterator[str]:
+    parallel = config.omni.encoder_parallel
+    if parallel.first_stage_cut == "with_encoders" and parallel.placement != "first_stage":
+        yield (
+            'omni.encoder_parallel.first_stage_cut: "with_encoders" needs placement "first_stage"; encoders '
+            'on every rank leave the stages even: use "even"'
+        )
+
+
 def _tokenizer(config: Config) -> Iterator[str]:
     llm = config.omni.llm
     if llm.path is None and llm.config is not None and llm.tokenizer is None:
@@ -189,6 +198,7 @@ def _scheduler(config: Config) -> Iterator[str]:
 
 _RULES = (
     _model_or_parts,
+    _first_stage,
     _tokenizer,
     _encoders,
     _placeholders,

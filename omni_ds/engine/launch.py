@@ -35,6 +35,9 @@ from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.build import Plan
 from omni_ds.plan.mesh import Mesh
+from omni_ds.plan.sample import SampleMeta
+
+_TYPICAL = 512  # samples
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -130,9 +133,18 @@ def assemble(config: Config) -> Run:
         config.omni.train.seed,
     )
     config = resolve(config, world, len(dataset), has_cuda=has_cuda)
-    plan = plan_of(config, composition, world)
+    samples = []
+    if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
+        samples = _typical_samples(dataset, sampler)
+    plan = plan_of(config, composition, world, samples)
     runtime = build_runtime(config, composition, plan, groups, rank, stage_device(_local_rank()))
     return Run(config, composition, dataset, held_out, sampler, plan, runtime)
+
+
+def _typical_samples(dataset: IndexedDataset, sampler: GlobalBatchSampler) -> list[SampleMeta]:
+    """Those of the first global batches, as many as say what the data are like."""
+    batches = max(1, _TYPICAL // sampler.batch_size)
+    return [meta for step in range(batches) for meta in dataset.metas(sampler.rows(step))]
 
 
 def _run(config: Config, arguments: argparse.Namespace) -> None:

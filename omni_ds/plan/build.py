@@ -47,8 +47,10 @@ def stage_ranges(llm: LLMMeta, stages: int, options: PlanOptions) -> tuple[tuple
     Half of the tokens count as targets: data decide the true share, and the head costs nothing for the
     others. The embedding is a look-up without FLOPs, but its gradient is as wide as the hidden states of a
     layer: it counts as an eighth of a layer so that equal stages leave the first one the smaller part.
+    options.first_stage_work comes on top of it, for as many tokens.
     """
     budget = max(8, options.max_tokens_per_micro_batch)
     layer = llm.layer_flops((budget // 8,) * 8) * (2 + llm.trainable + options.recompute)
     head = llm.head_flops(budget // 2) * (2 + llm.trainable)
-    return cut_stages(layer, llm.layers, layer // 8, head, stages)
+    encoders = budget // 8 * 8 * options.first_stage_work
+    return cut_stages(layer, llm.layers, layer // 8 + encoders, head, stages)

@@ -10,7 +10,7 @@ from omni_ds.plan.base import LLMWork
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.llm_meta import LLMMeta
-from omni_ds.plan.sample import Item
+from omni_ds.plan.sample import Item, SampleMeta
 
 
 @lru_cache(maxsize=1 << 16)
@@ -38,6 +38,15 @@ class EncoderCost:
 
     def total(self, item: Item) -> int:
         return sum(self.both(item))
+
+
+def encoder_work_per_token(
+    encoders: Sequence[EncoderMeta], samples: Sequence[SampleMeta], recompute: bool = False
+) -> int:
+    """Encoder FLOPs, forward and backward, for each token that the LLM sees, on average over `samples`."""
+    cost = EncoderCost(encoders, recompute)
+    total = sum(cost.total(item) for sample in samples for item in sample.items)
+    return total // max(1, sum(sample.tokens for sample in samples))
 
 
 def backward_factor(llm: LLMMeta, recompute: bool) -> int:

@@ -25,7 +25,8 @@ class PlanOptions:
     number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
     how many micro-batches' worth of encoder activations a rank may hold on average; None: as many as there
-    are stages (what stage 0 holds when encoders run there), and at least 4.
+    are stages (what stage 0 holds when encoders run there), and at least 4. first_stage_work: encoder FLOPs,
+    forward and backward, for each token of the LLM, counted on stage 0 when the layers are cut.
     """
 
     placement: str = "colocated"
@@ -36,6 +37,7 @@ class PlanOptions:
     recompute: bool = False
     encoder_recompute: bool = False
     live_micro_batches: int | None = None
+    first_stage_work: int = 0
 
 
 @dataclass(frozen=True)

@@ -150,3 +150,11 @@ def test_later_feature_is_refused_with_a_way_out(tmp_path, changes, key):
     assert message.startswith(f"{path}: {key}")
     assert "is not supported yet: " in message and "; use " in message
     assert len(message.splitlines()) == 1
+
+
+def test_first_stage_cut_needs_first_stage() -> None:
+    cut = {"first_stage_cut": "with_encoders"}
+    with pytest.raises(UserError, match='first_stage_cut: "with_encoders" needs placement "first_stage"'):
+        validate(minimal(omni__encoder_parallel=cut))
+    parsed = validate(minimal(omni__encoder_parallel={**cut, "placement": "first_stage"}))
+    assert parsed.omni.encoder_parallel.first_stage_cut == "with_encoders"
