@@ -11,6 +11,8 @@ ALLOWED = {
     "omni_ds/config": {"omni_ds.errors"},
     "omni_ds/plan": {"omni_ds.config", "omni_ds.errors"},
     "omni_ds/parallel": {"omni_ds.plan", "omni_ds.errors"},
+    "omni_ds/show": {"omni_ds.plan"},
+    "omni_ds/emulate": {"omni_ds.plan", "omni_ds.parallel", "omni_ds.engine", "omni_ds.errors", "models"},
     "models": {"omni_ds.plan", "omni_ds.parallel", "omni_ds.errors"},
     "data": {"omni_ds.plan", "omni_ds.config", "omni_ds.errors"},
     "omni_ds/checkpoint": {"omni_ds.plan", "omni_ds.parallel", "omni_ds.config", "omni_ds.errors", "models"},
@@ -18,6 +20,7 @@ ALLOWED = {
 FORBIDDEN = {
     "omni_ds/config": {"torch", "deepspeed", "transformers"},
     "omni_ds/plan": {"torch", "deepspeed", "transformers", "numpy"},
+    "omni_ds/show": {"torch", "deepspeed", "transformers", "numpy"},
     "models": {"deepspeed"},
     "data": {"deepspeed"},
 }
