@@ -4,7 +4,7 @@ Two pipeline stages on two CPU processes, one core and one thread each; encoder 
 average, but steps are image-heavy, mixed or text-only in turn. Inputs are made beforehand, so that loading
 takes no time; everything else is what a training step does.
 
-    python benchmarks/placement.py [--rounds 4] [--json PATH]
+    python benchmarks/placement.py [--rounds 4] [--json PATH] [--trace DIR]
 
 Variants: colocated; first_stage_even (LLM cut evenly); first_stage_balanced (LLM cut so that the stages are
 even for the average step, encoders counted). All three live in the same processes and take every step one
@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
@@ -200,6 +201,11 @@ def train(folder: str, hidden: int, layers: int, rounds: int) -> dict:
                 dist.barrier(group=groups.control)
                 seconds = time.perf_counter() - started
                 results[name]["steps"].append((number, mix, step.tokens, seconds, result.loss))
+    for name, runtime in runtimes.items():  # one more step, for the picture
+        step = build_step(runtime.plan, rounds + 1, make_samples(meta, "image-heavy", rounds + 1))
+        inputs = replace(step_input(runtime.plan, step, rank), measure=True)
+        dist.barrier(group=groups.control)
+        results[name]["trace"] = (runtime.plan, step, runtime.executor.run(inputs).times)
     results["encoder_ratio"] = _ratio(plan, average)
     return results
 
@@ -264,6 +270,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="of encoder and LLM; a multiple of 128")
     parser.add_argument("--layers", type=int, default=8, help="of encoder and LLM, each")
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw an image-heavy step of each variant")
     args = parser.parse_args()
     from omni_ds.engine.environment import prepare_imports
 
@@ -278,6 +285,14 @@ def main() -> None:
     rows = report(results[0], args.hidden, args.layers)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.trace:
+        from omni_ds.show.trace_picture import draw_trace
+
+        args.trace.mkdir(parents=True, exist_ok=True)
+        for name in VARIANTS:
+            plan, step, _ = results[0][name]["trace"]
+            times = [result[name]["trace"][2] for result in results]
+            draw_trace(plan, step, times, args.trace / f"{name}.png", step.step)
 
 
 if __name__ == "__main__":
