@@ -15,6 +15,7 @@ from data.errors import MediaError
 from data.pack import Failed, PackedNumpy, pack
 from data.sampler import GlobalBatchSampler
 from data.shared_times import SharedTimes
+from omni_ds.errors import UserError
 from omni_ds.plan.build import Plan, StepPlan, build_step
 
 __all__ = ["EvalLoader", "PackedNumpy", "StepBatch", "StepLoader"]
@@ -79,7 +80,13 @@ class _Steps(Dataset):
     def rows(self, step: int) -> Sequence[int]:
         raise NotImplementedError
 
-    def __getitem__(self, step: int) -> _Wire:
+    def __getitem__(self, step: int) -> "_Wire | UserError":
+        try:
+            return self._make(step)
+        except UserError as error:  # as a value: DataLoader would wrap it in the worker's traceback
+            return error
+
+    def _make(self, step: int) -> _Wire:
         metas = self.dataset.metas(self.rows(step))
         started = time.perf_counter()
         # Step numbers count from 0 here and from 1 everywhere a user sees them.
@@ -151,6 +158,8 @@ class _Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         for wire in self._loader:
+            if isinstance(wire, UserError):
+                raise wire
             yield wire.batch()
 
 

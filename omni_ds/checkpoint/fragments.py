@@ -26,7 +26,7 @@ class Fragment:
         offset, length: range of the flattened parameter.
         tensors: ``"weight"`` and each optimizer state (``exp_avg``, ...) -> 1-D fp32 view [length] into the
             optimizer's own memory; writing to it changes the optimizer.
-        scalars: optimizer state without an axis, such as Adam's ``step``.
+        scalars: optimizer state without an axis, such as Adam's ``step``; an int where it is one.
         group: name of the parameter group.
     """
 
@@ -35,7 +35,7 @@ class Fragment:
     offset: int
     length: int
     tensors: Mapping[str, Tensor]
-    scalars: Mapping[str, float]
+    scalars: Mapping[str, float | int]
     group: str
 
 
@@ -43,13 +43,11 @@ def fragments(optimizer: object, named: Mapping[str, nn.Parameter]) -> Iterator[
     """Fragments on this rank of the trainable parameters in ``named``, in that order.
 
     Args:
-        optimizer: a DeepSpeed (or torch) optimizer.
+        optimizer: a DeepSpeed optimizer.
         named: global name -> parameter.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage3(optimizer, named)
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        yield from _plain(optimizer, named)
     else:
         yield from _flat(optimizer, named)
 
@@ -73,7 +71,7 @@ def _flat(optimizer, named: Mapping[str, nn.Parameter]) -> Iterator[Fragment]:
             if torch.is_tensor(value) and value.numel() == flat[group].numel():
                 tensors[key] = value.view(-1).narrow(0, where.start, where.numel)
             else:
-                scalars[key] = float(value)
+                scalars[key] = value if isinstance(value, int) else float(value)
         address = mapping.lp_fragment_address
         yield Fragment(
             name, tuple(parameter.shape), address.start, address.numel, tensors, scalars, _group(inner, group)
@@ -97,28 +95,10 @@ def _stage3(
             if torch.is_tensor(value) and value.numel() == flat.numel():
                 tensors[key] = value.view(-1).narrow(0, start, held)
             else:
-                scalars[key] = float(value)
+                scalars[key] = value if isinstance(value, int) else float(value)
         group_name = _group(optimizer.optimizer, optimizer.sub_group_to_group_id[group])
         if held:
             yield Fragment(name, tuple(parameter.ds_shape), offset, held, tensors, scalars, group_name)
-
-
-def _plain(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Iterator[Fragment]:
-    for name, parameter in named.items():
-        if not parameter.requires_grad:
-            continue
-        tensors, scalars = {WEIGHT: parameter.data.view(-1)}, {}
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if torch.is_tensor(value) and value.numel() == parameter.numel() and value.dim():
-                tensors[key] = value.view(-1)
-            else:
-                scalars[key] = float(value)
-        index = next(
-            i for i, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"])
-        )
-        yield Fragment(
-            name, tuple(parameter.shape), 0, parameter.numel(), tensors, scalars, _group(optimizer, index)
-        )
 
 
 def _group(optimizer: torch.optim.Optimizer, index: int) -> str:

@@ -96,13 +96,35 @@ def latest_tag(root: Path) -> str | None:
     return None
 
 
+def _complete(root: Path) -> list[Path]:
+    found = (path for path in root.glob("step-*") if path.suffix != ".tmp" and (path / INDEX).is_file())
+    return sorted(found)
+
+
 def prune(root: Path, keep_last: int | None) -> None:
-    """Delete all but the ``keep_last`` newest complete checkpoints, and unfinished ones older than them."""
+    """Delete all but the ``keep_last`` newest complete checkpoints, and what killed saves left."""
     if keep_last is None:
         return
-    complete = sorted(path for path in root.glob("step-*") if (path / INDEX).is_file())
-    for path in complete[:-keep_last]:
+    for path in _complete(root)[:-keep_last]:
         shutil.rmtree(path, ignore_errors=True)
     for path in root.glob("step-*.tmp"):
-        if complete and path.name < complete[-1].name:
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_after(root: Path, step: int) -> list[Path]:
+    """Rename checkpoints of later steps: they belong to a run that this one does not continue.
+
+    A run that starts at ``step`` calls this first; otherwise its own checkpoints would count as older ones.
+    Returns the new names; nothing is deleted.
+    """
+    moved = []
+    for path in _complete(root):
+        if path.name > tag_of(step):
+            target = path.with_name("abandoned-" + path.name)
+            number = 1
+            while target.exists():
+                target = path.with_name(f"abandoned-{path.name}-{number}")
+                number += 1
+            path.rename(target)
+            moved.append(target)
+    return moved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,12 +22,11 @@ from omni_ds.checkpoint.layout import (
     fragment_key,
     latest_tag,
     prune,
-    read_index,
     tag_of,
     write_atomically,
 )
 from omni_ds.errors import UserError
-from omni_ds.parallel.agreement import AgreedError
+from omni_ds.parallel.agreement import AgreedError, broadcast_from_rank_0
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class EngineState:
 
     Attributes:
         name: file prefix, ``llm`` or ``encoders``.
-        optimizer: the DeepSpeed (or torch) optimizer.
+        optimizer: the DeepSpeed optimizer.
         named: global name -> parameter on this rank.
         refresh: copies loaded fp32 weights into the model.
     """
@@ -52,8 +51,8 @@ class EngineState:
         return fragments(self.optimizer, owned)
 
     def inner(self) -> torch.optim.Optimizer:
-        found = self.optimizer
-        return found if isinstance(found, torch.optim.Optimizer) else found.optimizer
+        """The torch optimizer inside."""
+        return self.optimizer.optimizer
 
 
 def save(
@@ -85,14 +84,23 @@ def save(
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         manifest = {engine.name: _write_engine(temporary, engine, rank) for engine in engines}
-    except OSError as caught:
+    except (OSError, SafetensorError) as caught:
         error = f"cannot write the checkpoint {final}: {caught}; free space or change omni.output_dir"
     gathered: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (manifest, error), group=group)
     failed = next((message for _, message in gathered if message), None)
     if failed:
         raise AgreedError(failed)
-    if rank == 0:
+    broadcast_from_rank_0(lambda: _publish(final, step, run_state, gathered, keep_last), group)
+    return final
+
+
+def _publish(
+    final: Path, step: int, run_state: dict, gathered: Sequence[tuple], keep_last: int | None
+) -> None:
+    """Index, final name and ``latest``: rank 0, when all ranks have written their files."""
+    root, temporary = final.parent, final.with_name(final.name + ".tmp")
+    try:
         files = {path.name: path.stat().st_size for path in sorted(temporary.glob("*.safetensors"))}
         index = {"format": FORMAT, "step": step, "run": run_state, "files": files, "engines": {}}
         for name in sorted({name for manifests, _ in gathered for name in manifests}):
@@ -102,9 +110,11 @@ def save(
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         write_atomically(root / LATEST, final.name + "\n")
-        prune(root, keep_last)
-    dist.barrier(group)
-    return final
+    except OSError as error:
+        raise UserError(
+            f"cannot write the checkpoint {final}: {error}; free space or change omni.output_dir"
+        ) from None
+    prune(root, keep_last)
 
 
 def _write_engine(folder: Path, engine: EngineState, rank: int) -> dict:
@@ -157,18 +167,18 @@ def find(root: Path, tag: str | None) -> Path:
     return root / latest
 
 
-def load(folder: Path, engines: Sequence[EngineState]) -> dict:
-    """Load a checkpoint into the engines, whatever layout wrote it; returns the index.
+def load(folder: Path, index: dict, engines: Sequence[EngineState]) -> None:
+    """Fill this rank's fragments from a checkpoint, whatever layout wrote it. Contains no collective.
+
+    Call ``refresh`` of every engine afterwards, on all ranks: it copies the loaded fp32 weights to the model.
 
     Raises:
         UserError: the checkpoint lacks a trainable parameter, or has it in another shape.
     """
-    index = read_index(folder)
     for engine in engines:
         if engine.name not in index["engines"]:
             raise UserError(f"{folder} has no state of the {engine.name}; was it written with them frozen?")
         _load_engine(folder, engine, index["engines"][engine.name])
-    return index
 
 
 def _load_engine(folder: Path, engine: EngineState, stored: dict) -> None:
@@ -195,7 +205,6 @@ def _load_engine(folder: Path, engine: EngineState, stored: dict) -> None:
                 _copy_range(target, fragment, key, stored["fragments"][fragment.name], open_file)
     if problems:
         raise UserError(f"{folder} does not fit the model:\n  " + "\n  ".join(problems))
-    engine.refresh()
 
 
 def _copy_range(target: Tensor, fragment: Fragment, key: str, pieces: Sequence, open_file: Callable) -> None:
@@ -240,6 +249,9 @@ def _make_state(inner: torch.optim.Optimizer, parameter: Tensor, stored: dict) -
         if key not in state:
             state[key] = torch.zeros_like(parameter.data)
     for key, value in stored["scalars"].items():
+        if isinstance(value, int):  # DeepSpeed's own optimizers count in Python
+            state[key] = value
+            continue
         # One tensor each: a shared one would be advanced once per parameter.
         device = state[key].device if torch.is_tensor(state.get(key)) else _scalar_device(inner, parameter)
         state[key] = torch.tensor(value, dtype=torch.float32, device=device)

@@ -104,4 +104,4 @@ class OmniConfig(Section):
     output_dir: str
     """Folder of everything a run writes: resolved configuration, metrics, checkpoints, export."""
     trace: bool = False
-    """Write a timeline of every rank's actions."""
+    """Write a timeline of every rank's actions in the first ten steps (`--trace` names others)."""

@@ -112,7 +112,7 @@ class EncoderEngine:
             [rows, hidden_size] in config order of encoders, without a graph.
         """
         media = {
-            name: [value.to(self._device, self._dtype, non_blocking=True) for value in values]
+            name: [value.to(self._device, non_blocking=True).to(self._dtype) for value in values]
             for name, values in media.items()
         }
         blocks: dict[str, Tensor] = {}

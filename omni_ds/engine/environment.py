@@ -63,7 +63,11 @@ def start_distributed() -> None:
 
     # Its shared-memory op is compiled on first use and is of no use to us.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    # Not by DeepSpeed: it would bind the group to a device, and NCCL would then run all point-to-point
+    # messages of a group one after another, whatever their peers (parallel/groups.py relies on one
+    # communicator for each pair).
     try:
+        torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
     except torch.distributed.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

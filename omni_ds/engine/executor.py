@@ -114,7 +114,7 @@ class StepExecutor:
             Kind.EF: self._encoder_forward,
             Kind.EB: self._encoder_backward,
             Kind.ER: lambda _: self._encoders.reduce(),
-            Kind.SEND_F: lambda a: self._activations.send(self._live[a.index].output, a.peer),
+            Kind.SEND_F: self._send_activations,
             Kind.RECV_F: lambda a: self._post(self._activations, a),
             Kind.SEND_B: lambda a: self._gradients.send(self._hidden_gradients.pop(a.index), a.peer),
             Kind.RECV_B: lambda a: self._post(self._gradients, a),
@@ -164,7 +164,9 @@ class StepExecutor:
         (total,) = sum_over_ranks([local], self._groups.control)
         self._result.loss = total / max(step.target_tokens, 1)
         self._result.bytes_sent = self._bytes_sent() - sent_before
-        return self._result
+        result = self._result
+        del self._input, self._reshard, self._result  # nothing of a step lives while the next one is prepared
+        return result
 
     def _set_mode(self, train: bool) -> None:
         if self._mode is not train:
@@ -226,6 +228,10 @@ class StepExecutor:
                 self._losses.append(scores.loss.double().sum())
                 return
         self._live[index] = _Live(hidden, features, output)
+
+    def _send_activations(self, action: Action) -> None:
+        live = self._live[action.index] if self._train else self._live.pop(action.index)
+        self._activations.send(live.output, action.peer)
 
     def _backward(self, action: Action) -> None:
         index = action.index

@@ -58,7 +58,7 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     manifests: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(manifests, manifest, group=group)
     return broadcast_from_rank_0(
-        lambda: finish_export(out_dir, manifests, _parts(config, composition)), group
+        lambda: finish_export(out_dir, manifests, _parts(config, composition)), runtime.groups.patient
     )
 
 

@@ -16,7 +16,7 @@ from data.index import IndexedDataset, open_dataset
 from data.loader import EvalLoader, StepLoader
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
-from omni_ds.checkpoint.layout import write_atomically
+from omni_ds.checkpoint.layout import set_aside_after, write_atomically
 from omni_ds.composition import Composition, plan_of, read_composition
 from omni_ds.config import Config
 from omni_ds.config.load import load_config
@@ -30,13 +30,14 @@ from omni_ds.engine.summary import describe_attention, describe_data, describe_p
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
-from omni_ds.errors import UserError
-from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from_rank_0
+from omni_ds.errors import UserError, writing
+from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from_rank_0, same_everywhere
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.build import Plan
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import SampleMeta
 
+_TRACED = 10  # steps, with omni.trace and no --trace
 _TYPICAL = 512  # samples
 
 
@@ -118,7 +119,7 @@ def assemble(config: Config) -> Run:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     has_cuda = torch.cuda.is_available()
-    config = resolve(config, world, None, has_cuda=has_cuda)
+    config = same_everywhere(lambda: resolve(config, world, None, has_cuda=has_cuda))
     groups = ProcessGroups.create(Mesh.from_world(world, pipe=config.pipeline.stages), environment.TIMEOUT)
     broadcast_from_rank_0(lambda: _prepare_output(Path(config.omni.output_dir)), groups.control)
     composition = all_or_error(lambda: read_composition(config), groups.control)
@@ -126,19 +127,24 @@ def assemble(config: Config) -> Run:
     held_out = {
         name: _open([each], config, composition, groups) for name, each in config.omni.eval.sets.items()
     }
+    config, sampler, plan = same_everywhere(lambda: _decide(config, composition, dataset, world, has_cuda))
+    runtime = build_runtime(config, composition, plan, groups, rank, stage_device(_local_rank()))
+    return Run(config, composition, dataset, held_out, sampler, plan, runtime)
+
+
+def _decide(
+    config: Config, composition: Composition, dataset: IndexedDataset, world: int, has_cuda: bool
+) -> tuple[Config, GlobalBatchSampler, Plan]:
+    """What follows from configuration and index alone, the same on every rank."""
+    omni = config.omni
     sampler = GlobalBatchSampler(
-        dataset.sizes,
-        list(dataset.weights),
-        config.train_batch_size,
-        config.omni.train.seed,
+        dataset.sizes, list(dataset.weights), config.train_batch_size, omni.train.seed
     )
     config = resolve(config, world, len(dataset), has_cuda=has_cuda)
     samples = []
-    if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
+    if omni.encoder_parallel.first_stage_cut == "with_encoders":
         samples = _typical_samples(dataset, sampler)
-    plan = plan_of(config, composition, world, samples)
-    runtime = build_runtime(config, composition, plan, groups, rank, stage_device(_local_rank()))
-    return Run(config, composition, dataset, held_out, sampler, plan, runtime)
+    return config, sampler, plan_of(config, composition, world, samples)
 
 
 def _typical_samples(dataset: IndexedDataset, sampler: GlobalBatchSampler) -> list[SampleMeta]:
@@ -159,8 +165,8 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         tag = None if arguments.resume == "latest" else arguments.resume
         folder = broadcast_from_rank_0(lambda: state.find(output / "checkpoints", tag), group)
         first_step = all_or_error(lambda: state.read_index(folder), group)["step"]
-        if first_step > last_step:
-            raise UserError(
+        if first_step > last_step and not arguments.eval_only:
+            raise AgreedError(
                 f"--resume: {folder} has done {first_step} steps, omni.train.max_steps is {last_step}; "
                 "raise it, or resume from an earlier checkpoint"
             )
@@ -179,10 +185,10 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     trainer = Trainer(config, runtime, run.evaluation(), run.fingerprint(), reporter, tracer, timing)
     try:
         if folder is not None:
-            all_or_error(lambda: trainer.resume(folder), group)
+            trainer.resume(folder)
             reporter.say(f"resumed from {folder}: step {first_step} of {last_step}")
-        if runtime.rank == 0:
-            write_atomically(output / "resolved_config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        if not arguments.eval_only:
+            broadcast_from_rank_0(lambda: _begin(output, config, first_step, reporter), group)
         reporter.start(last_step, first_step, keep=arguments.eval_only)
         if not arguments.eval_only:
             started = time.perf_counter()
@@ -198,21 +204,31 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
         reporter.close()
 
 
+def _begin(output: Path, config: Config, first_step: int, reporter: Reporter) -> None:
+    """What rank 0 leaves in the output folder before the first step."""
+    with writing(str(output)):
+        for path in set_aside_after(output / "checkpoints", first_step):
+            reporter.say(f"a checkpoint of another run was set aside: {path}")
+        write_atomically(output / "resolved_config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+
+
 def _tracer(
     config: Config, steps: str | None, first_step: int, last_step: int, group: dist.ProcessGroup
 ) -> Tracer | None:
-    """A tracer for ``--trace FIRST:LAST`` or ``--trace STEP``; ``omni.trace`` alone means every step."""
+    """A tracer for ``--trace FIRST:LAST`` or ``--trace STEP``; ``omni.trace`` alone means the first ten."""
     if steps is None and not config.omni.trace:
         return None
-    chosen = range(first_step + 1, last_step + 1)
+    chosen = range(first_step + 1, min(last_step, first_step + _TRACED) + 1)
     if steps is not None:
         first, _, last = steps.partition(":")
         try:
             chosen = range(int(first), int(last or first) + 1)
         except ValueError:
-            raise UserError(
+            raise AgreedError(
                 f"--trace {steps}: give a step or FIRST:LAST, for example --trace 10:12"
             ) from None
+    if not set(chosen) & set(range(first_step + 1, last_step + 1)):
+        raise AgreedError(f"--trace {steps}: this run does steps {first_step + 1} to {last_step}")
     return Tracer(Path(config.omni.output_dir) / "trace.json", chosen, group)
 
 
@@ -241,7 +257,7 @@ def _open(sources, config: Config, composition: Composition, groups: ProcessGrou
             builder=builder,
         )
 
-    broadcast_from_rank_0(lambda: opened(True) and None, groups.control)
+    broadcast_from_rank_0(lambda: opened(True) and None, groups.patient)
     return all_or_error(lambda: opened(False), groups.control)
 
 

@@ -47,7 +47,7 @@ class OmniPipelineEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, module.mpu()),
         )
         self._handler: Handler | None = None
-        self.adapter: OptimizerAdapter = adapt(self.optimizer, self.grid.get_model_parallel_group())
+        self.adapter: OptimizerAdapter = adapt(self.optimizer)
         self.dtype = next(module.parameters()).dtype
 
     @property
@@ -126,12 +126,6 @@ class FrozenPipeline:
         for instructions in PlannedSchedule(actions, micro_batches, self.num_stages, self.stage_id).steps():
             for instruction in instructions:
                 handler(instruction.action)
-
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.num_stages - 1
 
     def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
         return self.module(batch, hidden)

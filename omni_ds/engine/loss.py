@@ -15,20 +15,17 @@ class TargetScores:
     correct: Tensor
 
 
-def loss_sum(logits: Tensor, target_ids: Tensor, weights: Tensor | None = None) -> Tensor:
+def loss_sum(logits: Tensor, target_ids: Tensor) -> Tensor:
     """Cross-entropy summed over the target tokens.
 
     Args:
         logits: [N, V] of the target rows, any float dtype; computed in fp32.
         target_ids: [N] int64.
-        weights: [N] fp32, 0 for targets of a sample whose media could not be decoded; None means all 1.
 
     Returns:
         A fp32 scalar; 0 with a graph when N is 0.
     """
-    if weights is None:
-        return F.cross_entropy(logits.float(), target_ids, reduction="sum")
-    return (F.cross_entropy(logits.float(), target_ids, reduction="none") * weights).sum()
+    return F.cross_entropy(logits.float(), target_ids, reduction="sum")
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from omni_ds.config import Config
+from omni_ds.errors import writing
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -64,7 +65,8 @@ class Reporter:
         output = Path(self._config.omni.output_dir)
         for name in () if keep else ("metrics.jsonl", "eval.jsonl"):
             _drop_lines_after(output / name, first_step)
-        self._file = open(output / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed in close()
+        self._path = output / "metrics.jsonl"
+        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  closed in close()
         self._monitor = build_monitor(self._config)
         if sys.stdout.isatty():
             self._progress = Progress(
@@ -82,7 +84,8 @@ class Reporter:
         """Report one optimizer step: ``row`` holds the columns of ``metrics.jsonl``."""
         if not self._active:
             return
-        self._file.write(json.dumps(row) + "\n")
+        with writing(str(self._path)):
+            self._file.write(json.dumps(row) + "\n")
         step = int(row["step"])
         line = (
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -83,8 +82,14 @@ class _Sharded:
         self._optimizer.zero_grad(set_to_none=True)
 
     def skip(self) -> None:
-        # A non-finite norm is DeepSpeed's own sign to drop the step and free every gradient buffer.
-        self.step(math.inf, 0.0)
+        # A non-finite norm is DeepSpeed's own sign to drop the step and free every gradient buffer, unless
+        # it was told not to look.
+        before = getattr(self._optimizer, "check_grad_overflow", True)
+        self._optimizer.check_grad_overflow = True
+        try:
+            self.step(math.inf, 0.0)
+        finally:
+            self._optimizer.check_grad_overflow = before
 
     def refresh_weights(self) -> None:
         self._optimizer.update_lp_params()
@@ -132,6 +137,11 @@ class _Bf16:
 
     def __init__(self, optimizer: BF16_Optimizer):
         self._optimizer = optimizer
+        self._place = {
+            id(parameter): (number, position)
+            for number, group in enumerate(optimizer.bf16_groups)
+            for position, parameter in enumerate(group)
+        }
 
     def squared_norm(self) -> Tensor:
         gradients, _ = self._optimizer.get_grads_for_norm()
@@ -155,62 +165,15 @@ class _Bf16:
         self._optimizer.update_lp_params()
 
     def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        for group, flags in zip(
-            self._optimizer.bf16_groups, self._optimizer.fp32_groups_has_gradients, strict=True
-        ):
-            for candidate, flag in zip(group, flags, strict=True):
-                if candidate is parameter:
-                    return flag
-        return False
+        number, position = self._place[id(parameter)]
+        return self._optimizer.fp32_groups_has_gradients[number][position]
 
 
-class _Plain:
-    """ZeRO-0 in fp32: a torch optimizer on whole parameters; the norm spans the pipeline here."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model_group: dist.ProcessGroup | None):
-        self._optimizer = optimizer
-        self._model_group = model_group
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def squared_norm(self) -> Tensor:
-        counted = [p for p in self._parameters() if not getattr(p, "ds_pipe_replicated", False)]
-        total = sum((p.grad.double().pow(2).sum() for p in counted), torch.zeros((), dtype=torch.float64))
-        if self._model_group is not None:
-            total = total.to(self._parameters()[0].device)
-            dist.all_reduce(total, group=self._model_group)
-        return total.cpu()
-
-    def step(self, norm: float, clip: float) -> None:
-        if clip > 0 and norm > clip:
-            for parameter in self._parameters():
-                parameter.grad.mul_(clip / (norm + CLIP_EPSILON))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def skip(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def refresh_weights(self) -> None:
-        pass
-
-    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        return parameter.grad is not None
-
-
-def adapt(optimizer: object, model_group: dist.ProcessGroup | None = None) -> OptimizerAdapter:
-    """The adapter of a DeepSpeed (or torch) optimizer.
-
-    Args:
-        optimizer: ``engine.optimizer``.
-        model_group: ranks that hold the other parts of the same model; only needed without ZeRO.
-    """
+def adapt(optimizer: object) -> OptimizerAdapter:
+    """The adapter of ``engine.optimizer``."""
     if isinstance(optimizer, BF16_Optimizer):
         return _Bf16(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _Stage3(optimizer)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return _Sharded(optimizer)
-    assert isinstance(optimizer, torch.optim.Optimizer), f"unknown optimizer {type(optimizer).__name__}"
-    return _Plain(optimizer, model_group)
+    assert isinstance(optimizer, DeepSpeedZeroOptimizer), f"unknown optimizer {type(optimizer).__name__}"
+    return _Sharded(optimizer)

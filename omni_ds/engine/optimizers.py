@@ -123,3 +123,6 @@ class Schedules:
                 rates = scheduler.get_lr()
                 for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
+            if getattr(scheduler, "cycle_momentum", False):  # OneCycle drives the betas as well
+                for group, betas in zip(scheduler.optimizer.param_groups, scheduler.get_mom(), strict=True):
+                    group["betas"] = betas

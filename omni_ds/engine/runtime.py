@@ -1,4 +1,4 @@
-"""Builds this rank's modules and engines from the plan: only what this rank holds is ever allocated."""
+"""Builds this rank's modules and engines from the plan. Of the LLM only this stage is ever allocated."""
 
 from dataclasses import dataclass, field
 
@@ -114,9 +114,8 @@ def build_runtime(
     llm = _llm_engine(config, module, plan, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
-    schedules = Schedules(
-        config, [_inner(e) for e in (_optimizer(llm), encoder_engine.engine) if e is not None]
-    )
+    engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
+    schedules = Schedules(config, [engine.optimizer.optimizer for engine in engines])
     executor = StepExecutor(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
@@ -125,11 +124,15 @@ def build_runtime(
     )
     _restore_masters(runtime, originals)
     where = plan.mesh.coords(rank)
-    if where.data == 0 and where.sequence == 0:  # ranks that export
+    if where.data == 0 and where.sequence == 0:  # ranks that export; rank 0 alone exports encoders
         trained = {
             name for state in runtime.engine_states() for name, p in state.named.items() if p.requires_grad
         }
-        runtime.frozen_originals = {n: t for n, t in originals.items() if n not in trained}
+        runtime.frozen_originals = {
+            name: tensor
+            for name, tensor in originals.items()
+            if name not in trained and (rank == 0 or name.startswith("llm."))
+        }
     return runtime
 
 
@@ -157,7 +160,7 @@ def _originals(
         local = dict(encoder.named_parameters())
         named |= {global_name: local[name] for name, global_name in encoder.hf_names().items()}
     return {
-        name: parameter.detach().cpu().clone()
+        name: parameter.detach().to("cpu", copy=True)
         for name, parameter in named.items()
         if source_dtypes.get(name, torch.float32) != dtype
     }
@@ -245,20 +248,12 @@ def _encoder_parts(config: Config, name: str, encoder: nn.Module) -> list[PartPa
 
 
 def _accumulating_in_fp32(engine_config: dict, zero_stage: int) -> dict:
-    """bf16 with ZeRO-2 becomes ZeRO-1.
+    """bf16 with fp32 accumulation and ZeRO-2 becomes ZeRO-1.
 
     Gradients of all windows are reduced once, in ER, so nothing is left that stage 2 could shard earlier; and
     DeepSpeed accumulates in fp32 only in the optimizer of stage 1.
     """
-    if zero_stage == 2 and engine_config.get("bf16", {}).get("enabled"):
+    in_fp32 = engine_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    if zero_stage == 2 and in_fp32 and engine_config.get("bf16", {}).get("enabled"):
         engine_config["zero_optimization"]["stage"] = 1
     return engine_config
-
-
-def _optimizer(llm: LLMEngine):
-    return llm if isinstance(llm, OmniPipelineEngine) else None
-
-
-def _inner(engine) -> torch.optim.Optimizer:
-    optimizer = engine.optimizer
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer

@@ -18,8 +18,8 @@ from omni_ds.engine.runtime import Runtime
 from omni_ds.engine.step_input import prepare
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
-from omni_ds.errors import UserError
-from omni_ds.parallel.agreement import AgreedError, agree_on_step
+from omni_ds.errors import UserError, writing
+from omni_ds.parallel.agreement import AgreedError, agree_on_step, all_or_error, same_everywhere
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Trainer:
         iterator = iter(batches)
         for step in range(first_step + 1, last_step + 1):
             started = time.perf_counter()
-            batch = next(iterator)
+            # What a loader refuses (a batch that fits no micro-batch) it refuses on every rank.
+            batch = same_everywhere(lambda: next(iterator))
             waited = time.perf_counter() - started
             rates = self._runtime.learning_rates()
             result = self._one_step(step, batch)
@@ -171,9 +172,10 @@ class Trainer:
             )
         if runtime.rank == 0 and results:
             record = {"step": step, "sets": results}
-            write_atomically(self._output / "eval.json", json.dumps(record, indent=2) + "\n")
-            with open(self._output / "eval.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            with writing(str(self._output / "eval.json")):
+                write_atomically(self._output / "eval.json", json.dumps(record, indent=2) + "\n")
+                with open(self._output / "eval.jsonl", "a") as file:
+                    file.write(json.dumps(record) + "\n")
         for name, values in flatten(results).items():
             self._reporter.say(f"step {step}  eval {name}  {values:.4f}")
         self._reporter.events("eval", flatten(results), step)
@@ -203,22 +205,29 @@ class Trainer:
         )
         self._reporter.say(f"step {step}  checkpoint {folder}")
 
-    def resume(self, folder: Path) -> int:
-        """Load a checkpoint; returns the number of steps it had done.
+    def resume(self, folder: Path) -> None:
+        """Continue from a checkpoint; collective.
 
         Raises:
-            UserError: it was written for other data, another batch size or seed, or does not fit the model.
+            AgreedError: it was written for other data, another batch size or seed, or does not fit the model.
         """
-        index = state.load(folder, self._runtime.engine_states())
+        group = self._runtime.groups.control
+        index = all_or_error(lambda: self._fill(folder), group)
+        for engine in self._runtime.engine_states():
+            engine.refresh()
         run_state = index["run"]
-        if run_state["fingerprint"] != self._fingerprint:
-            raise UserError(
-                f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples "
-                "after it would not be those of an uninterrupted run. Restore them, or start without --resume"
-            )
         self._samples = run_state["samples"]
         self._failed.update(run_state["failed"])
         self._runtime.schedules.load_state_dict(run_state["schedules"])
         if self._timing is not None and run_state["times"] is not None:
             self._timing.load_state_dict(run_state["times"])
-        return int(index["step"])
+
+    def _fill(self, folder: Path) -> dict:
+        index = state.read_index(folder)
+        if index["run"]["fingerprint"] != self._fingerprint:
+            raise UserError(
+                f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples "
+                "after it would not be those of an uninterrupted run. Restore them, or start without --resume"
+            )
+        state.load(folder, index, self._runtime.engine_states())
+        return index

@@ -39,7 +39,7 @@ def agree_on_step(plan: StepPlan, failed_rows: list[int], group: ProcessGroup) -
         The rows whose media some rank could not decode, ascending, the same on every rank.
 
     Raises:
-        RuntimeError: plans differ; the message names the first rank that differs and every differing field.
+        AgreedError: plans differ; the message names the first rank that differs and every differing field.
     """
     windows = len(plan.replicas[0].windows)
     mine = [plan.step, plan.hash, plan.micro_batches, windows, plan.target_tokens, plan.samples]
@@ -50,7 +50,7 @@ def agree_on_step(plan: StepPlan, failed_rows: list[int], group: ProcessGroup) -
             differing = "; ".join(
                 f"{name}: {a} on rank 0, {b} on rank {rank}" for name, a, b in pairs if a != b
             )
-            raise RuntimeError(
+            raise AgreedError(
                 f"step {plan.step}: rank {rank} computed another plan than rank 0 ({differing}). "
                 "All ranks must read the same data files and the same configuration."
             )
@@ -61,10 +61,19 @@ def agree_on_step(plan: StepPlan, failed_rows: list[int], group: ProcessGroup) -
     return tuple(sorted({row for rows in _gather_integers(padded, group) for row in rows if row >= 0}))
 
 
+def same_everywhere(work: Callable[[], T]) -> T:
+    """``work`` that is a function of what all ranks share: its UserError is one of all ranks, unasked."""
+    try:
+        return work()
+    except UserError as error:
+        raise AgreedError(str(error)) from None
+
+
 def all_or_error(work: Callable[[], T], group: ProcessGroup) -> T:
     """Run ``work`` on every rank; if it fails with a UserError on any, raise an AgreedError on all.
 
-    Without this a rank that finds a missing file would leave the others waiting in a collective.
+    Without this a rank that finds a missing file would leave the others waiting in a collective. ``work``
+    itself must contain no collective.
     """
     result, error = None, None
     try:

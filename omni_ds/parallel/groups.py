@@ -5,10 +5,10 @@ point-to-point traffic and each direction has a group of its own: transfers of o
 communicator run in order, so a feature waiting for its encoder would otherwise hold back activations.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -25,6 +25,7 @@ class ProcessGroups:
         features: world group of the messages encoder rank -> stage.
         feature_gradients: world group of the messages stage -> encoder rank.
         control: world group on CPU (gloo), for agreement, metrics and checkpoints.
+        patient: the same without a time limit worth the name, for waiting while rank 0 indexes or exports.
         world: default world group on the device, for collectives.
         stage: the ranks of this rank's pipeline stage.
         alone: this rank.
@@ -35,6 +36,7 @@ class ProcessGroups:
     features: ProcessGroup
     feature_gradients: ProcessGroup
     control: ProcessGroup
+    patient: ProcessGroup
     world: ProcessGroup
     stage: ProcessGroup
     alone: ProcessGroup
@@ -55,21 +57,54 @@ class ProcessGroups:
         def new(backend: str | None = None) -> ProcessGroup:
             return dist.new_group(ranks, timeout=timeout, backend=backend)
 
-        def mine(groups: Iterable[Sequence[int]]) -> ProcessGroup:
-            """Create every group of a partition (all ranks must) and keep this rank's."""
-            made = {tuple(group): dist.new_group(list(group), timeout=timeout) for group in groups}
-            return next(group for members, group in made.items() if dist.get_rank() in members)
+        def among(members: list[int]) -> ProcessGroup:
+            """A group that its members alone create: other ranks do not wait for it."""
+            return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
 
-        stages: dict[int, list[int]] = {}
-        for rank in ranks:
-            stages.setdefault(mesh.coords(rank).pipe, []).append(rank)
-        return cls(
+        me = dist.get_rank()
+        stage = mesh.coords(me).pipe
+        groups = cls(
             activations=new(),
             gradients=new(),
             features=new(),
             feature_gradients=new(),
             control=new("gloo"),
+            patient=dist.new_group(ranks, timeout=timedelta(days=7), backend="gloo"),
             world=dist.group.WORLD,
-            stage=mine(stages.values()),
-            alone=mine([rank] for rank in ranks),
+            stage=among([rank for rank in ranks if mesh.coords(rank).pipe == stage]),
+            alone=among([me]),
         )
+        groups._connect(mesh)
+        return groups
+
+    def _connect(self, mesh: Mesh) -> None:
+        """Open the connection of every pair that will exchange messages, in one order in the whole world.
+
+        NCCL makes a pair's communicator at its first message and blocks both hosts until the other is there:
+        in the middle of a schedule that can be a deadlock that no plan knows of.
+        """
+        me = dist.get_rank()
+        replica = mesh.encoder_groups()[mesh.coords(me).data]
+        lanes = len(replica) // mesh.pipe
+        neighbours = [(a, b) for a, b in zip(replica, replica[lanes:], strict=False)]
+        to_first = [(a, b) for a in replica[:lanes] for b in replica if a != b]
+        for group, pairs in (
+            (self.activations, neighbours),
+            (self.gradients, neighbours),
+            (self.features, to_first),
+            (self.feature_gradients, to_first),
+        ):
+            for a, b in sorted({(min(pair), max(pair)) for pair in pairs}):
+                if me in (a, b):
+                    _greet(b if me == a else a, group)
+
+
+def _greet(peer: int, group: ProcessGroup) -> None:
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    first = torch.zeros(1, device=device)
+    if dist.get_rank() < peer:
+        dist.send(first, peer, group=group)
+        dist.recv(first, peer, group=group)
+    else:
+        dist.recv(first, peer, group=group)
+        dist.send(first, peer, group=group)
