@@ -16,7 +16,7 @@ from data.index import IndexedDataset, open_dataset
 from data.loader import EvalLoader, StepLoader
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
-from omni_ds.checkpoint.layout import set_aside_after, write_atomically
+from omni_ds.checkpoint.layout import read_index, set_aside_after, write_atomically
 from omni_ds.composition import Composition, plan_of, read_composition
 from omni_ds.config import Config
 from omni_ds.config.load import load_config
@@ -164,7 +164,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.resume is not None:
         tag = None if arguments.resume == "latest" else arguments.resume
         folder = broadcast_from_rank_0(lambda: state.find(output / "checkpoints", tag), group)
-        first_step = all_or_error(lambda: state.read_index(folder), group)["step"]
+        first_step = all_or_error(lambda: read_index(folder), group)["step"]
         if first_step > last_step and not arguments.eval_only:
             raise AgreedError(
                 f"--resume: {folder} has done {first_step} steps, omni.train.max_steps is {last_step}; "

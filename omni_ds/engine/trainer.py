@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.loader import StepBatch
 from omni_ds.checkpoint import state
-from omni_ds.checkpoint.layout import write_atomically
+from omni_ds.checkpoint.layout import read_index, write_atomically
 from omni_ds.config import Config
 from omni_ds.engine.evaluate import evaluate, flatten
 from omni_ds.engine.executor import StepResult
@@ -223,7 +223,7 @@ class Trainer:
             self._timing.load_state_dict(run_state["times"])
 
     def _fill(self, folder: Path) -> dict:
-        index = state.read_index(folder)
+        index = read_index(folder)
         if index["run"]["fingerprint"] != self._fingerprint:
             raise UserError(
                 f"{folder} was written with other data, tokenizer, seed or train_batch_size: the samples "
