@@ -146,7 +146,7 @@ def test_damaged_checkpoints_are_not_taken(tmp_path: Path) -> None:
         pytest.param("train_batch_size=8", "train_batch_size", id="batch size"),
         pytest.param("omni.train.seed=8", "seed", id="seed", marks=pytest.mark.full),
         pytest.param("omni.data.loss_on=all", "other data", id="targets", marks=pytest.mark.full),
-        pytest.param("omni.encoders.vision.projector.factor=4", "does not fit the model", id="model"),
+        pytest.param("omni.encoders.audio.projector.hidden_size=24", "does not fit the model", id="model"),
         pytest.param("omni.train.max_steps=4", "max_steps", id="fewer steps", marks=pytest.mark.full),
     ],
 )
