@@ -200,7 +200,7 @@ def _encoder_engine(
     device: torch.device,
 ) -> EncoderEngine:
     hidden = plan.llm.hidden
-    first_stage = plan.options.placement == "first_stage" and plan.mesh.pipe > 1
+    first_stage = plan.first_stage_only
     ranks = EncoderRanks(groups.stage, groups.alone) if first_stage else EncoderRanks()
     zero_stage = config.omni.encoder_parallel.zero_stage
     trains = {name: any(p.requires_grad for p in encoder.parameters()) for name, encoder in encoders.items()}

@@ -55,7 +55,7 @@ def stage_parameters(plan: Plan, stage: int) -> int:
 def encoder_parameters(plan: Plan, stage: int) -> tuple[int, int]:
     """(trained, frozen) parameters of the encoders and projectors a rank of this stage holds."""
     trained = frozen = 0
-    if plan.options.placement == "first_stage" and stage > 0:
+    if plan.first_stage_only and stage > 0:
         return 0, 0
     for meta in plan.encoders:
         for count, trains in (
@@ -71,7 +71,7 @@ def rank_bytes(plan: Plan, stage: int, sizes: Bytes) -> int:
     mesh = plan.mesh
     llm = state_bytes(stage_parameters(plan, stage), plan.llm.trainable, 1, mesh.data_degree, sizes)
     trained, frozen = encoder_parameters(plan, stage)
-    sharers = mesh.data_degree * mesh.tensor if plan.options.placement == "first_stage" else mesh.world_size
+    sharers = mesh.data_degree * mesh.tensor if plan.first_stage_only else mesh.world_size
     zero = plan.options.encoder_zero_stage if plan.encoders_trainable else 0
     return (
         llm

@@ -62,6 +62,12 @@ class Plan:
         return self.options.encoder_zero_stage == 3 and self.encoders_trainable
 
     @property
+    def first_stage_only(self) -> bool:
+        """Only the first stage's ranks hold encoders. Not with ZeRO-3: DeepSpeed's checks there are
+        collectives of the world, so later stages keep their shard and take part with nothing to encode."""
+        return self.options.placement == "first_stage" and self.mesh.pipe > 1 and not self.gathers_encoders
+
+    @property
     def encoder_order(self) -> dict[str, int]:
         return {meta.name: i for i, meta in enumerate(self.encoders)}
 

@@ -128,8 +128,9 @@ def _placement(plan: Plan) -> str:
         if s == plan.mesh.pipe - 1:
             parts.append("norm and head" + (" (tied)" if plan.llm.tied else ""))
         lines.append(f"  stage {s}: {', '.join(parts)}")
-    first_stage = plan.options.placement == "first_stage" and plan.mesh.pipe > 1
-    where, shared = ("the first stage", "its ranks") if first_stage else ("every rank", "the world")
+    where, shared = ("the first stage", "its ranks") if plan.first_stage_only else ("every rank", "the world")
+    if plan.options.placement == "first_stage" and not plan.first_stage_only and plan.mesh.pipe > 1:
+        where = "every rank's shard, run for the first stage"
     for meta in plan.encoders:
         parts = (("tower", meta.tower_trainable), ("projector", meta.projector_trainable))
         trains = [name for name, trainable in parts if trainable]

@@ -103,6 +103,7 @@ PAIRWISE = [
     ("projectors", 2, layout(2, "first_stage", 1)),
     ("one encoder", 4, layout(2, "colocated", 3)),
     ("one encoder", 2, layout(2, "first_stage", 2)),
+    ("towers", 4, layout(2, "first_stage", 3)),
     ("encoders", 2, layout(2)),
     ("all but projectors", 4, layout(2, zero=3)),
     ("all but projectors", 1, layout(1, "first_stage", 1)),
