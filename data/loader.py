@@ -3,6 +3,7 @@ encodes.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +70,7 @@ class _Wire:
         return StepBatch(self.step_plan, self.packed, media, self.failed, self.plan_seconds)
 
 
-class _Steps(Dataset):
+class _Steps(Dataset, ABC):
     """Steps by number; runs in the workers."""
 
     times: SharedTimes | None = None
@@ -77,8 +78,9 @@ class _Steps(Dataset):
     def __init__(self, dataset: IndexedDataset, plan: Plan, rank: int, *, forward_only: bool):
         self.dataset, self.plan, self.rank, self.forward_only = dataset, plan, rank, forward_only
 
+    @abstractmethod
     def rows(self, step: int) -> Sequence[int]:
-        raise NotImplementedError
+        """Dataset rows of a step."""
 
     def __getitem__(self, step: int) -> "_Wire | UserError":
         try:
