@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from omni_ds.config import Config
+from omni_ds.config import Config, monitor_config
 from omni_ds.errors import writing
 
 
@@ -23,18 +23,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def build_monitor(config: Config):
     """DeepSpeed's monitors (TensorBoard, CSV, W&B) as the config enables them, or None."""
-    sections = {
-        "tensorboard": config.tensorboard,
-        "csv_monitor": config.csv_monitor,
-        "wandb": config.wandb,
-    }
-    if not any(section.enabled for section in sections.values()):
+    sections = (config.tensorboard, config.csv_monitor, config.wandb)
+    if not any(section.enabled for section in sections):
         return None
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.monitor import MonitorMaster
 
-    dumped = {name: section.model_dump(exclude_none=True) for name, section in sections.items()}
-    return MonitorMaster(get_monitor_config(dumped))
+    return MonitorMaster(get_monitor_config(monitor_config(config)))
 
 
 class Reporter:
