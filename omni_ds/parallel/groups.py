@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from omni_ds.plan.mesh import Mesh
+from omni_ds.plan.mesh import Mesh, group_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ProcessGroups:
         world: default world group on the device, for collectives.
         stage: the ranks of this rank's pipeline stage.
         alone: this rank.
+        shards: ranks that hold all parameters of this stage once (tensor x expert), on CPU (gloo).
     """
 
     activations: ProcessGroup
@@ -40,6 +41,7 @@ class ProcessGroups:
     world: ProcessGroup
     stage: ProcessGroup
     alone: ProcessGroup
+    shards: ProcessGroup
 
     @classmethod
     def create(cls, mesh: Mesh, timeout: timedelta) -> "ProcessGroups":
@@ -57,9 +59,9 @@ class ProcessGroups:
         def new(backend: str | None = None) -> ProcessGroup:
             return dist.new_group(ranks, timeout=timeout, backend=backend)
 
-        def among(members: list[int]) -> ProcessGroup:
+        def among(members: list[int], backend: str | None = None) -> ProcessGroup:
             """A group that its members alone create: other ranks do not wait for it."""
-            return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            return dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
 
         me = dist.get_rank()
         stage = mesh.coords(me).pipe
@@ -73,6 +75,7 @@ class ProcessGroups:
             world=dist.group.WORLD,
             stage=among([rank for rank in ranks if mesh.coords(rank).pipe == stage]),
             alone=among([me]),
+            shards=among(group_of(me, mesh.shard_groups()), "gloo"),
         )
         groups._connect(mesh)
         return groups

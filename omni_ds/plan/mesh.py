@@ -24,12 +24,16 @@ class Coords(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the four axes; a rank is their row-major index."""
+    """Degrees of the four axes; a rank is their row-major index.
+
+    expert: neighbours in a ZeRO group (data x sequence) that hold different experts.
+    """
 
     pipe: int
     data: int
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -38,8 +42,16 @@ class Mesh:
                     f"mesh: degree of axis {axis} is {getattr(self, axis)}; it must be at least 1"
                 )
 
+        if self.expert < 1 or self.data_degree % self.expert:
+            raise UserError(
+                f"mesh: {self.expert} expert-parallel ranks do not divide data {self.data} x sequence "
+                f"{self.sequence} = {self.data_degree}; choose a degree that does"
+            )
+
     @classmethod
-    def from_world(cls, world_size: int, pipe: int, sequence: int = 1, tensor: int = 1) -> Mesh:
+    def from_world(
+        cls, world_size: int, pipe: int, sequence: int = 1, tensor: int = 1, expert: int = 1
+    ) -> Mesh:
         """The mesh whose data degree is what the other three leave of the world; UserError when they leave
         none."""
         used = pipe * sequence * tensor
@@ -48,7 +60,7 @@ class Mesh:
                 f"mesh: pipe {pipe} x sequence {sequence} x tensor {tensor} = {used} does not divide "
                 f"the {world_size} ranks of the world; choose degrees whose product does"
             )
-        return cls(pipe=pipe, data=world_size // used, sequence=sequence, tensor=tensor)
+        return cls(pipe, world_size // used, sequence, tensor, expert)
 
     @property
     def shape(self) -> Coords:
@@ -107,6 +119,42 @@ class Mesh:
             for t in range(self.tensor)
         )
 
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that share out the experts of a layer, inside one (stage, tensor)."""
+        return tuple(
+            group[start : start + self.expert]
+            for group in self.zero_groups()
+            for start in range(0, len(group), self.expert)
+        )
+
+    def expert_data_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that hold the same experts."""
+        return tuple(group[i :: self.expert] for group in self.zero_groups() for i in range(self.expert))
+
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks of a stage that hold all of its parameters once: one expert group by the tensor
+        axis."""
+        blocks = self.data_degree // self.expert
+        return tuple(
+            tuple(
+                rank
+                for e in range(self.expert)
+                for t in range(self.tensor)
+                for rank in [((p * self.data_degree) + block * self.expert + e) * self.tensor + t]
+            )
+            for p in range(self.pipe)
+            for block in range(blocks)
+        )
+
+    def kv_groups(self, kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        """Groups of tensor ranks that hold copies of one key-value head: where there are fewer heads than
+        ranks, tensor rank t serves head t * kv_heads // tensor."""
+        return tuple(
+            tuple(rank for t, rank in enumerate(group) if t * kv_heads // self.tensor == head)
+            for group in self.groups("tensor")
+            for head in range(kv_heads)
+        )
+
     def encoder_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each DP replica (by data index), stage by stage: they encode that replica's items."""
         return tuple(
@@ -118,3 +166,8 @@ class Mesh:
             )
             for d in range(self.data)
         )
+
+
+def group_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The one of disjoint groups that holds `rank`."""
+    return next(list(group) for group in groups if rank in group)

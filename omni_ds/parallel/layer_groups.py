@@ -1,0 +1,57 @@
+"""The process groups that a layer of the LLM computes in."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from omni_ds.plan.mesh import Mesh, group_of
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """Groups of this rank; None where the degree is 1.
+
+    Attributes:
+        tensor: ranks that hold slices of one layer.
+        sequence: ranks that hold shards of one packed sequence.
+        expert: ranks that hold different experts of one layer: neighbours in the data axis (data x sequence)
+            of one stage and tensor index.
+        expert_data: ranks that hold the same experts, over which their gradients are reduced.
+        kv: ranks of the tensor group that hold copies of one key-value head; None where each has its own.
+    """
+
+    tensor: ProcessGroup | None = None
+    sequence: ProcessGroup | None = None
+    expert: ProcessGroup | None = None
+    expert_data: ProcessGroup | None = None
+    kv: ProcessGroup | None = None
+
+    @classmethod
+    def create(cls, mesh: Mesh, kv_heads: int, timeout: timedelta) -> "LayerGroups":
+        """Create this rank's groups; collective over the world (each group is made by its members alone)."""
+        me, found = dist.get_rank(), {}
+        wanted = {
+            "tensor": (mesh.tensor, mesh.groups("tensor")),
+            "sequence": (mesh.sequence, mesh.groups("sequence")),
+            "expert": (mesh.expert, mesh.expert_groups()),
+            "expert_data": (mesh.expert, mesh.expert_data_groups()),
+            "kv": (mesh.tensor if kv_heads < mesh.tensor else 1, mesh.kv_groups(kv_heads)),
+        }
+        for name, (size, groups) in wanted.items():
+            if size > 1:
+                found[name] = dist.new_group(
+                    group_of(me, groups), timeout=timeout, use_local_synchronization=True
+                )
+        return cls(**found)
+
+
+def degree(group: ProcessGroup | None) -> int:
+    """Ranks of a group; 1 without one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def index(group: ProcessGroup | None) -> int:
+    """This rank's place in a group; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
