@@ -42,7 +42,12 @@ def build_step(
     bins = _micro_batches(plan, samples, cost, forward_only)
     llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
     llm = llm_work(
-        plan.llm, plan.stages, llm_costs, recompute=plan.options.recompute, forward_only=forward_only
+        plan.llm,
+        plan.stages,
+        llm_costs,
+        recompute=plan.options.recompute,
+        forward_only=forward_only,
+        lanes=plan.mesh.lanes,
     )
     training = plan.encoders_trainable and not forward_only
     woven = weave(plan, llm, bins, cost, training)
@@ -61,6 +66,9 @@ def build_step(
             tied=plan.llm.tied,
             llm_trainable=plan.llm.trainable,
             encoders_trainable=plan.encoders_trainable,
+            sequence=plan.mesh.sequence,
+            tensor=plan.mesh.tensor,
+            collective=plan.collective_forward,
         )
         for micro_batches, parts, ranks in zip(bins, woven.parts, plan.mesh.encoder_groups(), strict=True)
     )
@@ -86,7 +94,7 @@ def _micro_batches(
     passes = 1 if forward_only else 1 + backward_factor(plan.llm, plan.options.recompute)
     return assign(
         samples,
-        plan.mesh.data_degree,
+        plan.mesh.data,
         plan.options.max_tokens_per_micro_batch,
         None if forward_only else plan.options.micro_batches,
         FILL * plan.mesh.pipe if plan.mesh.pipe > 1 else 1,

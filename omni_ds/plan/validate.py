@@ -93,7 +93,9 @@ def check_items(replica: ReplicaPlan) -> None:
 
 
 def check_transfers(replica: ReplicaPlan) -> None:
-    """Every feature row of every share is moved once, to the packed positions of its placeholders."""
+    """Every feature row of every share is moved once, to the packed positions of its placeholders, on the
+    rank of the first stage that holds that part of the sequence."""
+    by_index = {mb.index: replica.bounds(mb) for mb in replica.micro_batches}
     wanted: Counter = Counter()
     for window in replica.windows:
         for share in window.shares:
@@ -107,7 +109,16 @@ def check_transfers(replica: ReplicaPlan) -> None:
                         row += 1
     moved: Counter = Counter()
     for t in replica.transfers:
+        shard = replica.ranks.index(t.destination) // replica.tensor
         for p in t.pieces:
+            bounds = by_index[p.micro_batch]
+            if shard >= replica.sequence or not (
+                bounds[shard] <= p.destination_start and p.destination_start + p.rows <= bounds[shard + 1]
+            ):
+                raise ScheduleError(
+                    f"rows for tokens {p.destination_start} to {p.destination_start + p.rows} of micro-batch "
+                    f"{p.micro_batch} are sent to rank {t.destination}, which does not hold them"
+                )
             for i in range(p.rows):
                 moved[t.window, t.source, p.source_start + i, p.micro_batch, p.destination_start + i] += 1
     if wanted != moved:

@@ -5,13 +5,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from unit.plan_cases import image_encoder, llm, plan_of, random_samples
+from unit.plan_cases import plan_of, random_samples
 
 from omni_ds.errors import UserError
 from omni_ds.plan.actions import Action, Kind
-from omni_ds.plan.build import PlanOptions, build_plan, build_step
+from omni_ds.plan.build import build_step
 from omni_ds.plan.graph import ScheduleError
-from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import SampleMeta
 from omni_ds.plan.simulate import Links, simulate
 from omni_ds.plan.validate import validate_step
@@ -85,6 +84,29 @@ def test_first_stage_keeps_all_items_on_stage_0():
         )
         assert all(t.local for t in replica.transfers)
         assert all(len(w.micro_batches) == 1 for w in replica.windows)
+
+
+@pytest.mark.parametrize("sequence,tensor", [(2, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("placement", ["colocated", "first_stage"])
+def test_rows_go_to_the_shard_and_tensor_rank_that_embeds_them(sequence, tensor, placement):
+    plan = plan_of(2, 2, sequence=sequence, tensor=tensor, placement=placement)
+    step = build_step(plan, 0, random_samples(plan, 24, 4))
+    validate_step(plan, step)
+    for replica in step.replicas:
+        lanes = sequence * tensor
+        for micro_batch in replica.micro_batches:
+            rows = dict.fromkeys(range(lanes), 0)
+            for t in replica.transfers:
+                lane = replica.ranks.index(t.destination)
+                assert lane < lanes  # stage 0
+                low, high = replica.bounds(micro_batch)[lane // tensor : lane // tensor + 2]
+                for piece in t.pieces:
+                    if piece.micro_batch == micro_batch.index:
+                        assert low <= piece.destination_start and piece.destination_start + piece.rows <= high
+                        rows[lane] += piece.rows
+            for shard in range(sequence):  # symmetric dispatch
+                dealt = [rows[shard * tensor + t] for t in range(tensor)]
+                assert max(dealt) - min(dealt) <= 1
 
 
 def test_micro_batches_unite_all_samples_and_counts_add_up():
@@ -241,8 +263,6 @@ def test_plan_refuses_what_cannot_run():
         plan_of(4, layers=3)
     with pytest.raises(UserError, match="nothing to train"):
         plan_of(2, llm_trainable=False, towers=False, projectors=False)
-    with pytest.raises(UserError, match="tensor parallelism"):
-        build_plan(llm(), (image_encoder(),), Mesh(2, 1, 1, 2), PlanOptions())
     with pytest.raises(UserError, match="placement"):
         plan_of(2, placement="last_stage")
 
