@@ -22,11 +22,13 @@ from models.attention import ATTENTION_NAME
 from models.masks import MaskSpec, Packing
 from models.packed import StageState
 from omni_ds.errors import UserError
+from omni_ds.parallel.layer_groups import LayerGroups
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 TIED_KEY = "embed"
+ALONE = LayerGroups()
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,16 @@ class DecoderLayer(nn.Module):
     """One HF decoder layer on packed samples; with ``recompute`` its activations are recomputed in
     backward."""
 
-    def __init__(self, config: PreTrainedConfig, index: int, recompute: bool = False):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        index: int,
+        recompute: bool = False,
+        groups: LayerGroups = ALONE,
+    ):
         super().__init__()
         family = find_family(config)
+        self.groups = groups
         self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
         self.layer = family.layer(config, index)
         self._rotary = _Rotary(family.rotary, config)
@@ -158,7 +167,7 @@ class DecoderLayer(nn.Module):
         position_ids = state.batch.position_ids.unsqueeze(0)
         if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
             state.rotary = self._rotary(hidden, position_ids)
-        packing = state.packing.with_mask(self.mask)
+        packing = state.packing_for(self.groups.sequence).with_mask(self.mask)
         if self.recompute and self.training:
             out = checkpoint(
                 self._run,
@@ -214,7 +223,9 @@ class HeadLayer(nn.Module):
         return self.lm_head(state.hidden)
 
 
-def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> list[LayerDef]:
+def build_llm_layers(
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
+) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
     Nothing is allocated. Raises UserError for a family or rotary scaling that is not supported.
@@ -229,7 +240,7 @@ def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> li
         else LayerDef(HeadLayer, (config,))
     )
     decoder = [
-        LayerDef(DecoderLayer, (config, index), {"recompute": recompute})
+        LayerDef(DecoderLayer, (config, index), {"recompute": recompute, "groups": groups})
         for index in range(config.num_hidden_layers)
     ]
     return [embed, *decoder, LayerDef(NormLayer, (config,)), head]
