@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def train_and_collect(
@@ -11,8 +12,8 @@ def train_and_collect(
     """Train and return what parity tests compare.
 
     Returns:
-        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name (rank 0 only
-        holds the encoders' and, of the LLM, its own stage's).
+        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name: the
+        encoders' and, on the first of the ranks that share a stage's parameters, that stage's.
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config
@@ -24,9 +25,11 @@ def train_and_collect(
     runtime = run.runtime
 
     def weights() -> dict[str, torch.Tensor]:
-        found = {n: t.clone().cpu() for n, t in full_parameters(runtime.module.global_names())}
+        held, shards = runtime.module.held(), runtime.groups.shards
+        check_copies(held, shards)
+        found = {n: t.clone().cpu() for n, t in full_parameters(held, shards)}
         with runtime.encoders.ranks.active():
-            found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
+            found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.held_encoders())}
         return found
 
     initial, losses, router_losses, norms, plans = weights(), [], [], [], []
@@ -47,6 +50,20 @@ def train_and_collect(
         "micro_batches": plans,
         "rank": runtime.rank,
     }
+
+
+def check_copies(held: list, shards: dist.ProcessGroup) -> None:
+    """Ranks of ``shards`` that hold the same part of a parameter hold equal values."""
+    from omni_ds.checkpoint.full_weights import held_weights
+
+    mine = {(h.name, h.region): tensor.cpu() for h, tensor in held_weights(held)}
+    everyone: list = [None] * dist.get_world_size(shards)
+    dist.all_gather_object(everyone, mine, group=shards)
+    for theirs in everyone:
+        differing = [
+            part for part in mine.keys() & theirs.keys() if not torch.equal(mine[part], theirs[part])
+        ]
+        assert not differing, f"copies differ: {differing}"
 
 
 def merge_weights(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:

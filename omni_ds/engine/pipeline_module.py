@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.init import empty_parameters
 from models.llm import LayerDef
 from models.packed import PackedBatch, StageState
+from models.parameters import HeldParameter, held_parameters
 from omni_ds.plan.build import Plan
 
 
@@ -99,14 +100,9 @@ class OmniPipelineModule(PipelineModule):
         ]
         return list(dict.fromkeys(modules))
 
-    def global_names(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by global name (``llm.model.layers.0...``)."""
-        named: dict[str, nn.Parameter] = {}
-        for module in self.local_layers():
-            local = dict(module.named_parameters())
-            for name, global_name in module.hf_names().items():
-                named.setdefault(global_name, local[name])
-        return named
+    def held(self) -> list[HeldParameter]:
+        """This stage's parameters by global name (``llm.model.layers.0...``), each with the part it is."""
+        return held_parameters(self.local_layers())
 
 
 def stage_boundaries(plan: Plan, layers: int) -> list[int]:

@@ -12,7 +12,9 @@ from models.freeze import set_trainable
 from models.init import empty_parameters
 from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
-from omni_ds.checkpoint.fragments import WEIGHT, fragments
+from models.parameters import HeldParameter, held_parameters
+from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
+from omni_ds.checkpoint.fragments import WEIGHT, is_sharded
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
@@ -36,6 +38,7 @@ class Runtime:
     Attributes:
         module: the LLM's stage; its ``encoder_anchor`` is ``encoders``.
         source_dtypes: dtype a parameter was imported with, by global name; absent for fresh weights.
+        owned: parts of the LLM whose optimizer state this rank writes to checkpoints.
         frozen_originals: frozen weights as loaded, where training rounds them, on ranks that export.
     """
 
@@ -49,29 +52,22 @@ class Runtime:
     schedules: Schedules
     executor: StepExecutor
     source_dtypes: dict[str, torch.dtype]
-    frozen_originals: dict[str, Tensor] = field(default_factory=dict)
+    owned: frozenset[Part] = frozenset()
+    frozen_originals: dict[Part, Tensor] = field(default_factory=dict)
 
     def learning_rates(self) -> dict[str, float]:
         return self.schedules.learning_rates()
 
-    def encoder_parameters(self) -> dict[str, nn.Parameter]:
-        """Encoder parameters by global name, in config order."""
-        return {
-            global_name: parameter
-            for encoder in self.encoders.encoders().values()
-            for (name, parameter) in encoder.named_parameters()
-            for global_name in [encoder.hf_names()[name]]
-        }
+    def held_encoders(self) -> list[HeldParameter]:
+        """Encoder parameters on this rank, whole, in config order."""
+        return held_parameters(self.encoders.encoders().values())
 
     def engine_states(self) -> list[EngineState]:
         """What a checkpoint holds: each engine that trains something."""
         states = []
-        if isinstance(self.llm, OmniPipelineEngine):
-            states.append(
-                EngineState(
-                    "llm", self.llm.optimizer, self.module.global_names(), self.llm.adapter.refresh_weights
-                )
-            )
+        if self.llm.trainable:
+            refresh_llm = self.llm.adapter.refresh_weights
+            states.append(EngineState("llm", self.llm.optimizer, self.module.held(), refresh_llm, self.owned))
         if self.encoders.engine is not None:
 
             def refresh() -> None:
@@ -79,7 +75,7 @@ class Runtime:
                     self.encoders.adapter.refresh_weights()
 
             states.append(
-                EngineState("encoders", self.encoders.engine.optimizer, self.encoder_parameters(), refresh)
+                EngineState("encoders", self.encoders.engine.optimizer, self.held_encoders(), refresh)
             )
         return states
 
@@ -122,15 +118,17 @@ def build_runtime(
     runtime = Runtime(
         plan, rank, device, groups, module, llm, encoder_engine, schedules, executor, source_dtypes
     )
+    if llm.trainable:
+        runtime.owned = owned_parts(
+            module.held(), groups.shards, plan.mesh, rank, sharded=is_sharded(llm.optimizer)
+        )
     _restore_masters(runtime, originals)
-    where = plan.mesh.coords(rank)
-    if where.data == 0 and where.sequence == 0:  # ranks that export; rank 0 alone exports encoders
-        trained = {
-            name for state in runtime.engine_states() for name, p in state.named.items() if p.requires_grad
-        }
+    if in_first_shards(plan.mesh, rank):  # ranks that export; rank 0 alone exports encoders
+        states = runtime.engine_states()
+        trained = {h.name for state in states for h in state.held if h.parameter.requires_grad}
         runtime.frozen_originals = {
-            name: tensor
-            for name, tensor in originals.items()
+            (name, region): tensor
+            for (name, region), tensor in originals.items()
             if name not in trained and (rank == 0 or name.startswith("llm."))
         }
     return runtime
@@ -151,31 +149,27 @@ def _originals(
     encoders: dict[str, nn.Module],
     dtype: torch.dtype,
     source_dtypes: dict[str, torch.dtype],
-) -> dict[str, Tensor]:
+) -> dict[Part, Tensor]:
     """CPU copies of the weights as loaded, where training rounds them."""
     if dtype == torch.float32:
         return {}
-    named = dict(module.global_names())
-    for encoder in encoders.values():
-        local = dict(encoder.named_parameters())
-        named |= {global_name: local[name] for name, global_name in encoder.hf_names().items()}
     return {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in named.items()
-        if source_dtypes.get(name, torch.float32) != dtype
+        (h.name, h.region): h.parameter.detach().to("cpu", copy=True)
+        for h in held_parameters([*module.local_layers(), *encoders.values()])
+        if source_dtypes.get(h.name, torch.float32) != dtype
     }
 
 
 @torch.no_grad()
-def _restore_masters(runtime: Runtime, originals: dict[str, Tensor]) -> None:
+def _restore_masters(runtime: Runtime, originals: dict[Part, Tensor]) -> None:
     """Give the fp32 masters what was loaded: DeepSpeed makes them from the already rounded weights."""
     if not originals:
         return
     for engine in runtime.engine_states():
-        for fragment in fragments(engine.optimizer, engine.named):
-            if fragment.name in originals:
-                whole = originals[fragment.name].view(-1)
-                fragment.tensors[WEIGHT].copy_(whole[fragment.offset : fragment.offset + fragment.length])
+        for fragment in engine.fragments():
+            if fragment.part in originals:
+                local = originals[fragment.part].view(-1)
+                fragment.tensors[WEIGHT].copy_(local[fragment.offset : fragment.offset + fragment.length])
         engine.refresh()
 
 
@@ -186,7 +180,7 @@ def _llm_engine(
         return FrozenPipeline(module.to(device, dtype))
     lr = part_lr(config, config.omni.llm.lr)
     optimizer = build_optimizer(
-        config, [PartParameters("llm", lr, tuple(module.global_names().values()))], device
+        config, [PartParameters("llm", lr, tuple(h.parameter for h in module.held()))], device
     )
     return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
 
