@@ -91,6 +91,7 @@ def plan_of(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
         balance_mode=config.omni.balance.mode,
+        long_short=config.omni.encoder_parallel.long_short,
         max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),

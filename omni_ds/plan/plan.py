@@ -34,6 +34,7 @@ class PlanOptions:
     encoder_zero_stage: int = 2
     llm_zero_stage: int = 1
     balance_mode: str = "auto"
+    long_short: str | int = "auto"
     max_tokens_per_micro_batch: int = 8192
     micro_batches: int | None = None
     recompute: bool = False

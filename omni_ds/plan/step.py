@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
+from omni_ds.plan.long_short import split_recordings
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
 from omni_ds.plan.retime import retime
 from omni_ds.plan.sample import SampleMeta
@@ -39,6 +40,7 @@ def build_step(
     number of micro-batches cannot hold the batch.
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
+    samples = split_recordings(samples, cost, plan.mesh.world_size, plan.options.long_short)
     bins = _micro_batches(plan, samples, cost, forward_only)
     llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
     llm = llm_work(
@@ -119,7 +121,7 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
             for s in mb.samples:
                 numbers.extend((s.row, s.tokens, s.target_tokens))
                 for item in s.items:
-                    numbers.extend((item.rows, *item.shape))
+                    numbers.extend((item.rows, item.start, *item.shape))
         for window in replica.parts:
             for part in window:
                 numbers.append(-len(part))
