@@ -24,6 +24,8 @@ class PackedBatch:
     - sample_of_target: [N] int64, which of the n samples a target belongs to.
     - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media;
       only the first stage has the features.
+    - placeholder_positions: [P] int64, all placeholder tokens, of which ``feature_positions`` are the rows
+      this rank has; None: the same.
     """
 
     input_ids: Tensor
@@ -36,6 +38,7 @@ class PackedBatch:
     sample_of_target: Tensor
     feature_positions: Tensor | None = None
     features: Tensor | None = None
+    placeholder_positions: Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from models.packed import PackedBatch
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.llm_engine import sum_over_ranks
-from omni_ds.engine.loss import TargetScores, loss_sum, score_targets
+from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
@@ -219,11 +219,11 @@ class StepExecutor:
         with self._clock(action):
             output = self._llm.forward(batch, hidden)
             if self._last_stage and self._train:
-                loss = loss_sum(output, batch.target_ids)
+                loss = output.sum()
                 self._losses.append(loss.detach().double())
                 output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
             elif self._last_stage:
-                scores = score_targets(output, batch.target_ids)
+                scores = target_scores(output)
                 self._result.scores[index] = scores
                 self._losses.append(scores.loss.double().sum())
                 return
