@@ -18,7 +18,7 @@ from torch import Tensor
 from models.packed import PackedBatch
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.llm_engine import sum_over_ranks
-from omni_ds.engine.loss import TargetScores
+from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
@@ -228,7 +228,7 @@ class StepExecutor:
         with self._clock(action):
             output, auxiliary = self._llm.forward(batch, hidden)
             if self._last_stage and not self._train:
-                scores = TargetScores.of(output)
+                scores = target_scores(output)
                 self._result.scores[index] = scores
                 self._losses.append(scores.loss.double().sum())
                 return
