@@ -45,7 +45,9 @@ def assign(module: nn.Module, name: str, value: Tensor, device: torch.device | s
     assert parameter.shape == value.shape, f"{name}: {tuple(value.shape)} for {tuple(parameter.shape)}"
     if parameter.is_meta:
         real = value.to(device=device or "cpu", dtype=parameter.dtype, copy=True)
-        setattr(owner, leaf, nn.Parameter(real, requires_grad=parameter.requires_grad))
+        filled = nn.Parameter(real, requires_grad=parameter.requires_grad)
+        filled.__dict__.update(parameter.__dict__)  # DeepSpeed's layers mark their parameters
+        setattr(owner, leaf, filled)
     else:
         with torch.no_grad():
             parameter.copy_(value)

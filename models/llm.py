@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
 from models.masks import MaskSpec, Packing
+from models.moe import MoEBlock, build_moe, configure_experts
 from models.packed import StageState
 from omni_ds.errors import UserError
+from omni_ds.parallel.layer_groups import LayerGroups, degree
+from omni_ds.plan.llm_meta import moe_layer_indices
+from omni_ds.plan.region import Region
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 TIED_KEY = "embed"
@@ -85,6 +91,7 @@ def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION_NAME
     config.attention_dropout = 0.0
+    configure_experts(config)
     return config
 
 
@@ -137,18 +144,39 @@ class DecoderLayer(nn.Module):
     """One HF decoder layer on packed samples; with ``recompute`` its activations are recomputed in
     backward."""
 
-    def __init__(self, config: PreTrainedConfig, index: int, recompute: bool = False):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        index: int,
+        recompute: bool = False,
+        groups: LayerGroups = LayerGroups(),
+    ):
         super().__init__()
         family = find_family(config)
         self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
-        self.layer = family.layer(config, index)
+        sparse = index in moe_layer_indices(config.to_dict())
+        parallel = sparse and degree(groups.expert) > 1
+        with torch.device("meta") if parallel else nullcontext():
+            self.layer = family.layer(config, index)
+        self._moe: MoEBlock | None = None
+        if sparse:
+            self._moe, self.layer.mlp = build_moe(config, index, self.layer.mlp, groups)
         self._rotary = _Rotary(family.rotary, config)
 
     def hf_names(self) -> dict[str, str]:
-        return {
+        names = {
             f"layer.{name}": f"llm.model.layers.{self.index}.{name}"
             for name, _ in self.layer.named_parameters()
         }
+        if self._moe is not None and self._moe.parallel:
+            names |= {f"layer.mlp.{name}": whole for name, whole in self._moe.hf_names().items()}
+        return names
+
+    def regions(self) -> dict[str, Region]:
+        """The parts of whole parameters that this rank holds, by local name."""
+        if self._moe is None or not self._moe.parallel:
+            return {}
+        return {f"layer.mlp.{name}": region for name, region in self._moe.regions().items()}
 
     def forward(self, state: StageState) -> StageState:
         """hidden [T, H] -> [T, H]. An empty micro-batch passes through: HF's layers cannot view 0 tokens."""
@@ -160,7 +188,7 @@ class DecoderLayer(nn.Module):
             state.rotary = self._rotary(hidden, position_ids)
         packing = state.packing.with_mask(self.mask)
         if self.recompute and self.training:
-            out = checkpoint(
+            out, logits = checkpoint(
                 self._run,
                 hidden,
                 position_ids,
@@ -170,20 +198,27 @@ class DecoderLayer(nn.Module):
                 preserve_rng_state=False,
             )
         else:
-            out = self._run(hidden, position_ids, state.rotary, packing)
-        return state.with_hidden(out.squeeze(0))
+            out, logits = self._run(hidden, position_ids, state.rotary, packing)
+        state = state.with_hidden(out.squeeze(0))
+        if self._moe is not None and self.training:
+            state = state.with_routing(*self._moe.observe(logits, state.batch))
+        return state
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
-    ) -> Tensor:
-        return self.layer(
-            hidden,
-            attention_mask=packing,
-            position_ids=position_ids,
-            position_embeddings=rotary,
-            past_key_values=None,
-            use_cache=False,
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden [1, T, H], the router's logits [T, E] of a MoE layer): all that backward reaches has to be
+        a result of the checkpointed function."""
+        with self._moe.logits(self.layer.mlp) if self._moe else nullcontext([None]) as logits:
+            out = self.layer(
+                hidden,
+                attention_mask=packing,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return out, logits[0]
 
 
 class NormLayer(nn.Module):
@@ -214,7 +249,9 @@ class HeadLayer(nn.Module):
         return self.lm_head(state.hidden)
 
 
-def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> list[LayerDef]:
+def build_llm_layers(
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = LayerGroups()
+) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
     Nothing is allocated. Raises UserError for a family or rotary scaling that is not supported.
@@ -229,7 +266,7 @@ def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> li
         else LayerDef(HeadLayer, (config,))
     )
     decoder = [
-        LayerDef(DecoderLayer, (config, index), {"recompute": recompute})
+        LayerDef(DecoderLayer, (config, index), {"recompute": recompute, "groups": groups})
         for index in range(config.num_hidden_layers)
     ]
     return [embed, *decoder, LayerDef(NormLayer, (config,)), head]

@@ -24,6 +24,8 @@ class PackedBatch:
     - sample_of_target: [N] int64, which of the n samples a target belongs to.
     - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media;
       only the first stage has the features.
+    - bounds: where each sequence shard of the whole starts, and the end; None when this is the whole.
+    - padding: dummy tokens at the end of the whole sequence, its last segment.
     """
 
     input_ids: Tensor
@@ -36,6 +38,8 @@ class PackedBatch:
     sample_of_target: Tensor
     feature_positions: Tensor | None = None
     features: Tensor | None = None
+    bounds: tuple[int, ...] | None = None
+    padding: int = 0
 
     @property
     def tokens(self) -> int:
@@ -56,12 +60,16 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others.
+    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage's layers
+    add to the loss, before the division by the target tokens of the global batch; None without experts.
+    ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
     hidden: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    auxiliary: Tensor | None = None
+    router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None
 
     @property
@@ -72,3 +80,13 @@ class StageState:
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)
+
+    def with_routing(self, auxiliary: Tensor | None, counts: Tensor) -> StageState:
+        """After a MoE layer: its loss added, its expert counts appended."""
+        if auxiliary is not None and self.auxiliary is not None:
+            auxiliary = self.auxiliary + auxiliary
+        return replace(
+            self,
+            auxiliary=self.auxiliary if auxiliary is None else auxiliary,
+            router_counts=(*self.router_counts, counts),
+        )

@@ -18,7 +18,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from models.checkpoint_files import WeightSource
 from models.init import assign, empty_parameters, init_module
 from models.llm import find_family
-from models.weight_names import NameMap, map_names, summarise, top_names
+from models.weight_names import NameMap, Recipe, map_names, summarise, top_names
 from omni_ds.errors import UserError
 
 __all__ = [
@@ -57,6 +57,7 @@ class PartWeights:
         self.unexpected = [name for name, renamed in names.foreign.items() if unexpected(renamed)]
         self.misshaped: list[str] = []
         self._made: dict[str, Tensor] = {}
+        self._made_of: tuple[Recipe | None, slice] = (None, slice(None))
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
         """A tensor (or its part) by global name, None when the checkpoint has none."""
@@ -66,10 +67,13 @@ class PartWeights:
             return None
         if recipe.converter is None:
             return self.source.read(recipe.sources[0][0], index)
-        if local not in self._made:
-            self._made = recipe.make(self.source.read, self.model)
+        rows = index[0] if index and recipe.stacks else slice(None)
+        if self._made_of[0] is not recipe or self._made_of[1] != rows:
+            self._made, self._made_of = recipe.make(self.source.read, self.model, rows), (recipe, rows)
         value = self._made.get(local)
-        return value[tuple(index)] if value is not None and index else value
+        if value is None or not index:
+            return value
+        return value[(slice(None), *index[1:])] if recipe.stacks else value[tuple(index)]
 
     def check(self) -> None:
         """UserError that lists everything found wrong so far."""

@@ -13,6 +13,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
+from omni_ds.parallel.expert import part_name
+
 WEIGHT = "weight"
 
 
@@ -102,4 +104,5 @@ def _stage3(
 
 
 def _group(optimizer: torch.optim.Optimizer, index: int) -> str:
-    return str(optimizer.param_groups[index].get("name", index))
+    group = optimizer.param_groups[index]
+    return part_name(group) if "name" in group else str(index)
