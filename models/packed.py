@@ -129,12 +129,16 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others.
+    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage's layers
+    add to the loss, not divided by the tokens of the global batch; None without experts. ``router_counts``:
+    [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
     hidden: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    auxiliary: Tensor | None = None
+    router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None
 
     def packing_for(self, sequence: ProcessGroup | None) -> Packing:
@@ -149,3 +153,13 @@ class StageState:
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)
+
+    def with_routing(self, auxiliary: Tensor | None, counts: Tensor) -> StageState:
+        """After a MoE layer: its loss added, its expert counts appended."""
+        if auxiliary is not None and self.auxiliary is not None:
+            auxiliary = self.auxiliary + auxiliary
+        return replace(
+            self,
+            auxiliary=self.auxiliary if auxiliary is None else auxiliary,
+            router_counts=(*self.router_counts, counts),
+        )

@@ -18,7 +18,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from models.checkpoint_files import WeightSource
 from models.init import assign, empty_parameters, init_module
 from models.llm import find_family
-from models.weight_names import NameMap, map_names, summarise, top_names
+from models.weight_names import NameMap, Recipe, map_names, summarise, top_names
 from omni_ds.errors import UserError
 from omni_ds.plan.region import Region
 
@@ -58,6 +58,7 @@ class PartWeights:
         self.unexpected = [name for name, renamed in names.foreign.items() if unexpected(renamed)]
         self.misshaped: list[str] = []
         self._made: dict[str, Tensor] = {}
+        self._made_of: tuple[Recipe | None, slice] = (None, slice(None))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor by global name, None when the checkpoint has none."""
@@ -70,18 +71,25 @@ class PartWeights:
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
         """A tensor (or its part) by global name, None when the checkpoint has none."""
         recipe = self._recipes.get(name.removeprefix(self.prefix))
-        if recipe is not None and recipe.converter is None:
+        if recipe is None:
+            return None
+        if recipe.converter is None:
             return self.source.read(recipe.sources[0][0], index)
-        value = self._converted(name)
-        return value[tuple(index)] if value is not None and index else value
+        rows = index[0] if index and recipe.stacks else slice(None)
+        value = self._converted(name, rows)
+        if value is None or not index:
+            return value
+        return value[(slice(None), *index[1:])] if recipe.stacks else value[tuple(index)]
 
-    def _converted(self, name: str) -> Tensor | None:
+    def _converted(self, name: str, rows: slice = slice(None)) -> Tensor | None:
+        """A tensor that is made of several. rows: of those stacked along the first dimension, which to
+        read."""
         local = name.removeprefix(self.prefix)
         recipe = self._recipes.get(local)
         if recipe is None:
             return None
-        if local not in self._made:
-            self._made = recipe.make(self.source.read, self.model)
+        if self._made_of != (recipe, rows):
+            self._made, self._made_of = recipe.make(self.source.read, self.model, rows), (recipe, rows)
         return self._made.get(local)
 
     def check(self) -> None:

@@ -108,9 +108,7 @@ class StepExecutor:
         where = plan.mesh.coords(rank)
         self._stage = where.pipe
         self._last_stage = self._stage == plan.mesh.pipe - 1
-        # Tensor ranks compute the same losses; sequence ranks those of their targets, and one router loss.
-        self._counts_loss = where.tensor == 0
-        self._counts_auxiliary = where.tensor == 0 and where.sequence == 0
+        self._counts_loss = where.tensor == 0  # tensor ranks compute the same losses
         self._activations = Channel(groups.activations, device, "activations")
         self._gradients = Channel(groups.gradients, device, "activation gradients")
         self._features = Channel(groups.features, device, "features")
@@ -168,7 +166,7 @@ class StepExecutor:
         for channel in self._channels():
             channel.flush()
         self._encoders.discard_live()
-        sums = [_total(self._losses, self._counts_loss), _total(self._auxiliary, self._counts_auxiliary)]
+        sums = [_total(values, self._counts_loss) for values in (self._losses, self._auxiliary)]
         loss, auxiliary = sum_over_ranks(sums, self._groups.control)
         self._result.loss = loss / max(step.target_tokens, 1)
         self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
