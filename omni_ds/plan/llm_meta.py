@@ -3,8 +3,8 @@
 FLOPs count a multiply-add as two. A decoder layer's forward on a packed sequence with lengths n_i costs
 2 x (matrix parameters) x sum(n_i) + 2 x 2 x heads x head_dim x sum(n_i^2) / 2 (scores and values, causal
 half); PaLM (arXiv 2204.02311, appendix B) has the same count. Of a mixture of experts, a token pays for the
-router and the experts it is sent to, but all of them have to be held. Backward costs twice the forward: once the
-gradient of the inputs, once that of the weights; frozen weights have none.
+router and the experts it is sent to, but all of them have to be held. Backward costs twice the forward: once
+the gradient of the inputs, once that of the weights; frozen weights have none.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class PlanOptions:
     """What the config says about the plan.
 
     placement: "colocated" (encoders on every rank) or "first_stage". encoder_zero_stage: 1, 2 or 3.
+    llm_zero_stage: 0 to 3; 0 for a frozen LLM.
     balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed
     number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
@@ -63,6 +64,12 @@ class Plan:
         """Encoder passes are collectives of the world (ZeRO-3 shards the parameters); frozen encoders are
         plain."""
         return self.options.encoder_zero_stage == 3 and self.encoders_trainable
+
+    @property
+    def collective_forward(self) -> bool:
+        """Replicas run each micro-batch of the LLM together: they exchange tokens for experts, reduce its
+        gradients in every backward (ZeRO-2) or gather its weights in every forward too (ZeRO-3)."""
+        return self.mesh.expert > 1 or self.options.llm_zero_stage >= 2
 
     @property
     def first_stage_only(self) -> bool:
@@ -158,6 +165,7 @@ class ReplicaPlan:
             tied=self.tied and last > 0 and stage in (0, last),
             llm_trainable=self.llm_trainable,
             encoders_trainable=self.encoders_trainable,
+            last_window=len(self.members) - 1,
         )
 
 
