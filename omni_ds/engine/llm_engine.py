@@ -24,9 +24,13 @@ from omni_ds.plan.actions import Action
 Handler = Callable[[Action], None]
 
 
-def _backward(output: Tensor, gradient: Tensor | None) -> None:
-    if output.requires_grad:  # a frozen LLM without media in the micro-batch has no graph
-        torch.autograd.backward([output], [gradient])
+def backward_of(output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
+    """Backward of a stage's output and of its router losses; nothing where nothing has a graph (a frozen LLM
+    without media in the micro-batch)."""
+    found = [(output, gradient), (auxiliary, None)]
+    found = [(tensor, given) for tensor, given in found if tensor is not None and tensor.requires_grad]
+    if found:
+        torch.autograd.backward([tensor for tensor, _ in found], [given for _, given in found])
 
 
 class OmniPipelineEngine(PipelineEngine):
@@ -64,16 +68,16 @@ class OmniPipelineEngine(PipelineEngine):
 
     _INSTRUCTION_MAP = dict.fromkeys(INSTRUCTIONS.values(), _run_action)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.module(batch, hidden)
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
-            _backward(output, gradient)
+            backward_of(output, gradient, auxiliary)
             self.optimizer.update_hp_grads(clear_lp_grads=False)
         else:
-            _backward(output, gradient)
+            backward_of(output, gradient, auxiliary)
 
     def reduce_tied(self) -> None:
         self._fill_missing_gradients()
@@ -127,11 +131,11 @@ class FrozenPipeline:
             for instruction in instructions:
                 handler(instruction.action)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.module(batch, hidden)
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        _backward(output, gradient)
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
+        backward_of(output, gradient, auxiliary)
 
     def reduce_tied(self) -> None:
         pass

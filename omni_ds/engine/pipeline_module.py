@@ -78,20 +78,24 @@ class OmniPipelineModule(PipelineModule):
         """Attach the encoders this stage runs beside its layers."""
         object.__setattr__(self, "encoder_anchor", encoders)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run this stage's layers.
 
         Args:
-            batch: the packed micro-batch (ids, positions, segment boundaries), the same on every stage.
+            batch: the packed micro-batch (ids, positions, segment boundaries), or its shard.
             hidden: [T, H] from the previous stage; None on the first.
 
         Returns:
-            [T, H] for the next stage, or the logits [N, V] of the target rows on the last stage.
+            [T, H] for the next stage, or what the last layer makes of it (losses of the targets); and the
+            router losses of these layers, None without any.
         """
         state: StageState | Tensor = StageState(batch, hidden)
+        auxiliary = None
         for layer in self.forward_funcs:
             state = layer(state)
-        return state.hidden if isinstance(state, StageState) else state
+            if isinstance(state, StageState):
+                auxiliary = state.auxiliary
+        return state.hidden if isinstance(state, StageState) else state, auxiliary
 
     def local_layers(self) -> list[nn.Module]:
         """The distinct modules of this stage in order."""
