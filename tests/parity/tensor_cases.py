@@ -86,6 +86,7 @@ class RankResult(Run):
     held: list[Held]
     bytes_read: int
     reads: list[str]
+    fresh: list[Held]
 
 
 def reference(case: Case) -> tuple[Run, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -165,7 +166,7 @@ def on_rank(case: Case, groups: LayerGroups) -> RankResult:
     WeightSource.read = counted
     load_llm(distinct, SimpleNamespace(path=str(case.folder)), config, seed=0)
     WeightSource.read = original
-    result = RankResult([], [], [], [], sum(size for _, size in reads), [name for name, _ in reads])
+    result = RankResult([], [], [], [], sum(size for _, size in reads), [name for name, _ in reads], [])
     for batch in case.batches():
         start, stop = even_part(case.media, groups.tensor)
         batch.feature_positions = batch.placeholder_positions[start:stop]
@@ -180,8 +181,18 @@ def on_rank(case: Case, groups: LayerGroups) -> RankResult:
         losses.sum().backward()
         result.losses.append(losses.detach())
         result.features.append(batch.features.grad)
+    result.held = held_on_rank(distinct, groups)
+    untrained = list(dict.fromkeys(build(definitions)))
+    for module in untrained:
+        module.to(case.dtype)
+    load_llm(untrained, SimpleNamespace(path=None), config, seed=3)
+    result.fresh = held_on_rank(untrained, groups)
+    return result
+
+
+def held_on_rank(modules: list[torch.nn.Module], groups: LayerGroups) -> list[Held]:
     first = index(groups.tensor) == 0
-    result.held = [
+    return [
         Held(
             held.name,
             held.region,
@@ -189,9 +200,8 @@ def on_rank(case: Case, groups: LayerGroups) -> RankResult:
             held.parameter.grad,
             first or is_model_parallel_parameter(held.parameter),
         )
-        for held in held_parameters(distinct)
+        for held in held_parameters(modules)
     ]
-    return result
 
 
 def all_on_rank(cases: list[Case], world: int) -> list[RankResult]:

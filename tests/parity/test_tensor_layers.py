@@ -51,7 +51,7 @@ ALL = [(world, case.label) for world, cases in CASES.items() for case in cases]
 
 @dataclass
 class Outcome:
-    """The reference (fp32, one process), all ranks, and in bf16 our layers in one process: how far bf16
+    """The reference (fp32, one process), all ranks, and our layers in one process: in bf16, how far rounding
     alone is from the reference."""
 
     case: Case
@@ -59,11 +59,15 @@ class Outcome:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     ranks: list[RankResult]
-    alone: RankResult | None
+    alone: RankResult
 
-    def assert_near(self, got: Tensor, expected: Tensor, what: str, alone: Tensor | None = None) -> None:
+    @property
+    def half(self) -> bool:
+        return self.case.dtype == torch.bfloat16
+
+    def assert_near(self, got: Tensor, expected: Tensor, what: str, alone: Tensor) -> None:
         """1e-5 of the largest element in fp32; in bf16 at most twice the error of bf16 in one process."""
-        if self.alone is not None:
+        if self.half:
             error, usual = ((x.float() - expected).norm() / expected.norm() for x in (got, alone))
             assert error <= 2 * usual + 2**-8, f"{what}: relative error {error}, in one process {usual}"
             return
@@ -81,8 +85,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory):
         known = {}
         for case in CASES[world]:
             case.folder = folder / case.label
-            half = case.dtype == torch.bfloat16
-            known[case.label] = (*reference(case), on_rank(case, ALONE) if half else None)
+            known[case.label] = (*reference(case), on_rank(case, ALONE))
         ranks = run_ranks(all_on_rank, world, CASES[world], world)
         return {
             case.label: Outcome(
@@ -97,14 +100,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(("world", "label"), ALL)
 def test_losses_and_feature_gradients(outcomes, world: int, label: str) -> None:
     outcome: Outcome = outcomes(world, label)
-    expected, ranks, alone = outcome.expected, outcome.ranks, outcome.alone or outcome.ranks[0]
+    expected, ranks, alone = outcome.expected, outcome.ranks, outcome.alone
     for rank in ranks:
         assert all(torch.equal(a, b) for a, b in zip(rank.losses, ranks[0].losses, strict=True))
         for i in range(2):
             assert rank.losses[i].dtype == rank.scores[i].dtype == torch.float32
             outcome.assert_near(rank.losses[i], expected.losses[i], "losses", alone.losses[i])
             outcome.assert_near(rank.scores[i][0], expected.losses[i], "evaluation", alone.scores[i][0])
-            assert outcome.alone or torch.equal(rank.scores[i][1], expected.scores[i][1])
+            assert outcome.half or torch.equal(rank.scores[i][1], expected.scores[i][1])
     for i, theirs in enumerate(expected.features):
         ours = torch.cat([rank.features[i] for rank in ranks])
         outcome.assert_near(ours, theirs, "features", alone.features[i])
@@ -117,7 +120,7 @@ def test_every_parameter_gradient_and_the_norm(outcomes, world: int, label: str)
     if outcome.case.frozen:
         assert all(held.gradient is None for rank in ranks for held in rank.held)
         return
-    alone = {held.name: held.gradient for held in outcome.alone.held} if outcome.alone else gradients
+    alone = {held.name: held.gradient for held in outcome.alone.held}
     counted: dict[str, int] = Counter()
     squared = torch.zeros((), dtype=torch.float64)
     for rank in ranks:
@@ -130,7 +133,7 @@ def test_every_parameter_gradient_and_the_norm(outcomes, world: int, label: str)
                 squared += held.gradient.double().square().sum()
     assert counted == {name: gradient.numel() for name, gradient in gradients.items()}
     expected = sum(gradient.double().square().sum() for gradient in gradients.values())
-    assert abs(squared - expected) <= (1e-2 if outcome.alone else 1e-5) * expected
+    assert abs(squared - expected) <= (1e-2 if outcome.half else 1e-5) * expected
 
 
 @pytest.mark.parametrize(("world", "label"), ALL)
@@ -147,3 +150,15 @@ def test_loading_reads_the_slices_and_no_more(outcomes, world: int, label: str) 
             assert set(Counter(rank.reads).values()) == {1}
             assert rank.bytes_read == sum(held.region.elements * 4 for held in rank.held)
     assert all(any(not held.region.is_whole for held in rank.held) for rank in outcome.ranks)
+
+
+@pytest.mark.parametrize(("world", "label"), ALL)
+def test_fresh_weights_do_not_depend_on_the_layout(outcomes, world: int, label: str) -> None:
+    outcome: Outcome = outcomes(world, label)
+    whole = {held.name: held.value for held in outcome.alone.fresh}
+    for rank in outcome.ranks:
+        assert {held.name for held in rank.fresh} == set(whole)
+        for held in rank.fresh:
+            assert held.value.dtype == outcome.case.dtype
+            assert torch.equal(held.value, whole[held.name][held.region.index]), held.name
+    assert not whole["llm.model.embed_tokens.weight"][0].any()  # the padding row
