@@ -43,13 +43,36 @@ def fragments(optimizer: object, named: Mapping[str, nn.Parameter]) -> Iterator[
     """Fragments on this rank of the trainable parameters in ``named``, in that order.
 
     Args:
-        optimizer: a DeepSpeed optimizer.
+        optimizer: a DeepSpeed optimizer; torch's own without ZeRO, where every replica holds everything.
         named: global name -> parameter.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield from _whole(optimizer, named)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage3(optimizer, named)
     else:
         yield from _flat(optimizer, named)
+
+
+def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's; itself without ZeRO."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def _whole(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Iterator[Fragment]:
+    """ZeRO-0: the weights are the masters, and nothing is cut."""
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for name, parameter in named.items():
+        if id(parameter) not in group_of:
+            continue
+        tensors, scalars = {WEIGHT: parameter.data.view(-1)}, {}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(value) and value.shape == parameter.shape:
+                tensors[key] = value.view(-1)
+            else:
+                scalars[key] = value if isinstance(value, int) else float(value)
+        group = _group(optimizer, group_of[id(parameter)])
+        yield Fragment(name, tuple(parameter.shape), 0, parameter.numel(), tensors, scalars, group)
 
 
 def _flat(optimizer, named: Mapping[str, nn.Parameter]) -> Iterator[Fragment]:

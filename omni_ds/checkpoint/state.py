@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from omni_ds.checkpoint.fragments import WEIGHT, Fragment, fragments
+from omni_ds.checkpoint.fragments import WEIGHT, Fragment, fragments, inner_optimizer
 from omni_ds.checkpoint.layout import (
     FORMAT,
     INDEX,
@@ -38,21 +38,25 @@ class EngineState:
         optimizer: the DeepSpeed optimizer.
         named: global name -> parameter on this rank.
         refresh: copies loaded fp32 weights into the model.
+        writes: False on a rank whose fragments another one holds too, and saves.
     """
 
     name: str
     optimizer: object
     named: Mapping[str, nn.Parameter]
     refresh: Callable[[], None]
+    writes: bool = True
 
     def fragments(self) -> Iterable[Fragment]:
-        """This rank's fragments; a tied weight counts on the first stage that holds it."""
+        """The fragments this rank saves; a tied weight counts on the first stage that holds it."""
+        if not self.writes:
+            return ()
         owned = {n: p for n, p in self.named.items() if not getattr(p, "ds_pipe_replicated", False)}
         return fragments(self.optimizer, owned)
 
     def inner(self) -> torch.optim.Optimizer:
         """The torch optimizer inside."""
-        return self.optimizer.optimizer
+        return inner_optimizer(self.optimizer)
 
 
 def save(

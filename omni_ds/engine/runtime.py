@@ -12,7 +12,7 @@ from models.freeze import set_trainable
 from models.init import empty_parameters
 from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
-from omni_ds.checkpoint.fragments import WEIGHT, fragments
+from omni_ds.checkpoint.fragments import WEIGHT, fragments, inner_optimizer
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
@@ -23,6 +23,8 @@ from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
 from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.plain_engine import LaneRanks, PlainEngine
+from omni_ds.engine.plain_module import PlainModule
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
 from omni_ds.parallel.groups import ProcessGroups
@@ -43,7 +45,7 @@ class Runtime:
     rank: int
     device: torch.device
     groups: ProcessGroups
-    module: OmniPipelineModule
+    module: OmniPipelineModule | PlainModule
     llm: LLMEngine
     encoders: EncoderEngine
     schedules: Schedules
@@ -66,10 +68,16 @@ class Runtime:
     def engine_states(self) -> list[EngineState]:
         """What a checkpoint holds: each engine that trains something."""
         states = []
-        if isinstance(self.llm, OmniPipelineEngine):
+        if self.llm.trainable:
+            where = self.plan.mesh.coords(self.rank)
+            first_replica = where.data == 0 and where.sequence == 0
             states.append(
                 EngineState(
-                    "llm", self.llm.optimizer, self.module.global_names(), self.llm.adapter.refresh_weights
+                    "llm",
+                    self.llm.optimizer,
+                    self.module.global_names(),
+                    self.llm.adapter.refresh_weights,
+                    writes=self.plan.options.llm_zero_stage > 0 or first_replica,
                 )
             )
         if self.encoders.engine is not None:
@@ -98,7 +106,7 @@ def build_runtime(
         UserError: weights are missing, unexpected or mis-shaped; on every rank.
     """
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
-    module = OmniPipelineModule(build_llm_layers(composition.llm_config, recompute=recomputes(config)), plan)
+    module = _llm_module(config, composition, plan)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
         encoders = {
@@ -109,13 +117,14 @@ def build_runtime(
         }
     source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
     module.mark_replicated()
-    module.to(device)
+    if plan.options.llm_zero_stage < 3:  # ZeRO-3 puts each weight on the device alone, to shard it
+        module.to(device)
     originals = _originals(module, encoders, dtype, source_dtypes)
-    llm = _llm_engine(config, module, plan, dtype, device)
+    llm = _llm_engine(config, module, plan, groups, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
-    schedules = Schedules(config, [engine.optimizer.optimizer for engine in engines])
+    schedules = Schedules(config, [inner_optimizer(engine.optimizer) for engine in engines])
     executor = StepExecutor(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
@@ -137,7 +146,10 @@ def build_runtime(
 
 
 def _load(
-    config: Config, composition: Composition, module: OmniPipelineModule, encoders: dict[str, nn.Module]
+    config: Config,
+    composition: Composition,
+    module: OmniPipelineModule | PlainModule,
+    encoders: dict[str, nn.Module],
 ) -> dict[str, torch.dtype]:
     seed, omni = config.omni.train.seed, config.omni
     dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
@@ -147,7 +159,7 @@ def _load(
 
 
 def _originals(
-    module: OmniPipelineModule,
+    module: OmniPipelineModule | PlainModule,
     encoders: dict[str, nn.Module],
     dtype: torch.dtype,
     source_dtypes: dict[str, torch.dtype],
@@ -179,8 +191,21 @@ def _restore_masters(runtime: Runtime, originals: dict[str, Tensor]) -> None:
         engine.refresh()
 
 
+def _llm_module(config: Config, composition: Composition, plan: Plan) -> OmniPipelineModule | PlainModule:
+    interval = config.pipeline.activation_checkpoint_interval
+    layers = build_llm_layers(composition.llm_config, recompute=recomputes(config) and interval <= 1)
+    if plan.options.llm_zero_stage >= 2:
+        return PlainModule(layers, block=interval)
+    return OmniPipelineModule(layers, plan, block=interval)
+
+
 def _llm_engine(
-    config: Config, module: OmniPipelineModule, plan: Plan, dtype: torch.dtype, device: torch.device
+    config: Config,
+    module: OmniPipelineModule | PlainModule,
+    plan: Plan,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LLMEngine:
     if config.omni.llm.freeze:
         return FrozenPipeline(module.to(device, dtype))
@@ -188,6 +213,9 @@ def _llm_engine(
     optimizer = build_optimizer(
         config, [PartParameters("llm", lr, tuple(module.global_names().values()))], device
     )
+    if isinstance(module, PlainModule):
+        ranks = LaneRanks.create(plan.mesh, groups)
+        return PlainEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree), ranks)
     return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
 
 
