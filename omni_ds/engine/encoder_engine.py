@@ -207,17 +207,8 @@ class EncoderEngine:
 
     def _fill_missing_gradients(self) -> None:
         """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
-        optimizer = self.engine.optimizer
         parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-        missing = [p for p in parameters if not self.adapter.has_gradient(p)]
-        if not missing:
-            return
-        if isinstance(optimizer, BF16_Optimizer):
-            optimizer.clear_lp_grads(set_to_none=True)
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        if isinstance(optimizer, BF16_Optimizer):
-            optimizer.update_hp_grads(clear_lp_grads=True)
+        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""

@@ -6,7 +6,7 @@ tied-weight reduction, boundary flags, the loss broadcast. All of it is done her
 the planned actions. Losses reach us already scaled, so autograd is called directly and no hook divides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from models.packed import PackedBatch
 from omni_ds.engine.instructions import INSTRUCTIONS, PlannedSchedule
 from omni_ds.engine.optimizer_adapter import OptimizerAdapter, adapt
 from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.protocol import Handler
 from omni_ds.plan.actions import Action
-
-Handler = Callable[[Action], None]
 
 
 def backward_of(output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
@@ -51,7 +50,7 @@ class OmniPipelineEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, module.mpu()),
         )
         self._handler: Handler | None = None
-        self.adapter: OptimizerAdapter = adapt(self.optimizer)
+        self.adapter: OptimizerAdapter = adapt(self.optimizer, module.mpu())
         self.dtype = next(module.parameters()).dtype
 
     @property
@@ -81,7 +80,9 @@ class OmniPipelineEngine(PipelineEngine):
 
     def reduce_tied(self) -> None:
         self._fill_missing_gradients()
-        self._exec_reduce_tied_grads()
+        # DeepSpeed's own looks for gradients in two of the places only where its optimizers keep them.
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(self.adapter.gradient(weight), group=group)
 
     def reduce(self) -> None:
         self._fill_missing_gradients()
@@ -89,17 +90,8 @@ class OmniPipelineEngine(PipelineEngine):
 
     def _fill_missing_gradients(self) -> None:
         """Zeros where a replica had only empty micro-batches: every rank must reduce the same tensors."""
-        missing = [
-            p for p in self.module.parameters() if p.requires_grad and not self.adapter.has_gradient(p)
-        ]
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        if missing and isinstance(self.optimizer, BF16_Optimizer):
-            held = {id(p) for p in missing}
-            for parameter in self.module.parameters():
-                if id(parameter) not in held:
-                    parameter.grad = None
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         return self.adapter.squared_norm()
