@@ -106,8 +106,8 @@ class Pipeline(Section):
     """Number of pipeline stages; auto: 1."""
     activation_checkpoint_interval: NonNegativeInt = 0
     """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them.
-    k > 1: keep the input of every k-th layer of the LLM in a stage and recompute k layers at once; encoders as
-    with 1."""
+    k > 1: keep the input of every k-th layer of the LLM in a stage and recompute k layers at once; encoders
+    as with 1."""
 
 
 class ActivationCheckpointing(Section):
