@@ -25,7 +25,7 @@ from models.masks import MaskSpec, Packing
 from models.moe import MoEBlock, build_moe, configure_experts
 from models.packed import StageState
 from omni_ds.errors import UserError
-from omni_ds.parallel.layer_groups import LayerGroups, degree
+from omni_ds.parallel.layer_groups import ALONE, LayerGroups, degree
 from omni_ds.plan.llm_meta import moe_layer_indices
 from omni_ds.plan.region import Region
 
@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
         config: PreTrainedConfig,
         index: int,
         recompute: bool = False,
-        groups: LayerGroups = LayerGroups(),
+        groups: LayerGroups = ALONE,
     ):
         super().__init__()
         family = find_family(config)
@@ -250,7 +250,7 @@ class HeadLayer(nn.Module):
 
 
 def build_llm_layers(
-    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = LayerGroups()
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
 ) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 

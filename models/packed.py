@@ -60,8 +60,8 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage's layers
-    add to the loss, before the division by the target tokens of the global batch; None without experts.
+    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage add to
+    the loss, before the division by the target tokens of the global batch; None when they add nothing.
     ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -41,7 +42,19 @@ class Recipe:
     def stacks(self) -> bool:
         """Whether rows of the result are tensors of the checkpoint, one each from every pattern: experts."""
         operations = self.converter.operations if self.converter is not None else ()
-        return bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+        steps = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
+        return steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+
+    def shape(self, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Shape of the result by the shapes of its sources; None where only making it can tell."""
+        first = shape_of(self.sources[0][0])
+        if self.converter is None:
+            return first
+        if not self.stacks:
+            return None
+        patterns = {pattern: name for name, pattern in self.sources}
+        width = sum(shape_of(name)[0] for name in patterns.values())  # then joined along the next dimension
+        return (len(self.sources) // len(patterns), width, *first[1:])
 
     def make(
         self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)

@@ -62,3 +62,5 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     """Largest absolute difference of two sets of weights, and where it is."""
     assert a.keys() == b.keys(), f"names differ: {sorted(a.keys() ^ b.keys())[:6]}"
     return max(((a[n].float() - b[n].float()).abs().max().item(), n) for n in a)
+
+

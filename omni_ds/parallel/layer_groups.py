@@ -55,3 +55,6 @@ def degree(group: ProcessGroup | None) -> int:
 def index(group: ProcessGroup | None) -> int:
     """This rank's place in a group; 0 without one."""
     return 0 if group is None else dist.get_rank(group)
+
+
+ALONE = LayerGroups()

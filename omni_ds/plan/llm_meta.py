@@ -3,8 +3,8 @@
 FLOPs count a multiply-add as two. A decoder layer's forward on a packed sequence with lengths n_i costs
 2 x (matrix parameters) x sum(n_i) + 2 x 2 x heads x head_dim x sum(n_i^2) / 2 (scores and values, causal
 half); PaLM (arXiv 2204.02311, appendix B) has the same count. Of a mixture of experts, a token pays for the
-router and the experts it is sent to, but all of them have to be held. Backward costs twice the forward: once the
-gradient of the inputs, once that of the weights; frozen weights have none.
+router and the experts it is sent to, but all of them have to be held. Backward costs twice the forward: once
+the gradient of the inputs, once that of the weights; frozen weights have none.
 """
 
 from __future__ import annotations
@@ -32,6 +32,21 @@ def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
     return tuple(index for index in layers if index not in dense and (index + 1) % step == 0)
+
+
+def check_expert_degree(experts: int, size: int) -> None:
+    """UserError unless ``size`` ranks can hold the same number of a layer's ``experts`` each."""
+    if size > 1 and not experts:
+        raise UserError(
+            f"expert_parallel.autoep_size: {size}, but the LLM has no experts; use 1, or a Mixtral or "
+            "Qwen3-MoE model"
+        )
+    if size > 1 and experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise UserError(
+            f"expert_parallel.autoep_size: {size} ranks do not divide the {experts} experts of a layer; "
+            f"use one of {fits}"
+        )
 
 
 @dataclass(frozen=True)
