@@ -10,7 +10,7 @@ from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
 from omni_ds.plan.capacity import Idle, share_targets, split
 from omni_ds.plan.fill import EncoderWork
-from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.llm_meta import LLMMeta, check_expert_degree
 from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters, state_bytes
 from omni_ds.plan.render import format_plan
 from omni_ds.plan.schedule import joint
@@ -170,6 +170,14 @@ def test_more_choices_than_experts_are_refused():
     config |= {"model_type": "mixtral", "vocab_size": 96, "num_local_experts": 2, "num_experts_per_tok": 3}
     with pytest.raises(UserError, match="num_experts_per_tok is 3, but there are 2 experts"):
         LLMMeta.from_config(config)
+
+
+def test_expert_degrees_that_cannot_work_are_refused():
+    check_expert_degree(0, 1), check_expert_degree(4, 2)
+    with pytest.raises(UserError, match="3 ranks do not divide the 4 experts of a layer; use one of 1, 2, 4"):
+        check_expert_degree(4, 3)
+    with pytest.raises(UserError, match="2, but the LLM has no experts; use 1"):
+        check_expert_degree(0, 2)
 
 
 def test_sliding_window_attention_costs_a_band():
