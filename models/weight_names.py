@@ -14,7 +14,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 # Buffers that older releases saved.
 _OLD_BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
@@ -32,13 +37,28 @@ class Recipe:
     sources: tuple[tuple[str, str | None], ...]
     converter: WeightConverter | None = None
 
-    def make(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """Tensors by their full names in the model; a conversion may give several."""
+    @property
+    def stacks(self) -> bool:
+        """Whether rows of the result are tensors of the checkpoint, one each from every pattern: experts."""
+        operations = self.converter.operations if self.converter is not None else ()
+        return bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+
+    def make(
+        self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """Tensors by their full names in the model; a conversion may give several.
+
+        ``rows``: of a result that stacks tensors, these alone are read and made.
+        """
         if self.converter is None:
             return {self.target: read(self.sources[0][0])}
         converter = copy.deepcopy(self.converter)
+        by_pattern: dict[str | None, list[str]] = {}
         for name, pattern in self.sources:
-            converter.add_tensor(self.target, name, pattern, read(name))
+            by_pattern.setdefault(pattern, []).append(name)
+        for pattern, names in by_pattern.items():
+            for name in names[rows]:
+                converter.add_tensor(self.target, name, pattern, read(name))
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -50,6 +70,10 @@ class NameMap:
 
     recipes: Mapping[str, Recipe]
     foreign: Mapping[str, str]
+
+
+def _numbers_by_value(name: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ...] = ()) -> NameMap:
@@ -66,7 +90,7 @@ def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ..
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     collected: dict[str, list[tuple[str, str | None]]] = {}
     foreign: dict[str, str] = {}
-    for name in sorted(names):
+    for name in sorted(names, key=_numbers_by_value):  # a conversion stacks experts in this order
         stem = next((name.removeprefix(prefix) for prefix in strip if name.startswith(prefix)), name)
         renamed, pattern = rename_source_key(stem, renamings, converters, model.base_model_prefix, state)
         if renamed not in state and stem in state:

@@ -32,16 +32,18 @@ def train_and_collect(
             found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.held_encoders())}
         return found
 
-    initial, losses, norms, plans = weights(), [], [], []
+    initial, losses, router_losses, norms, plans = weights(), [], [], [], []
     last = steps if steps is not None else run.config.omni.train.max_steps
     for batch in run.batches(0, last):
         failed = agree_on_step(batch.step_plan, sorted({r for r, _ in batch.failed}), runtime.groups.control)
         result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
         losses.append(result.loss)
+        router_losses.append(result.auxiliary_loss)
         norms.append(result.grad_norm)
         plans.append(batch.step_plan.micro_batches)
     return {
         "losses": losses,
+        "router_losses": router_losses,
         "norms": norms,
         "initial": initial,
         "final": weights(),

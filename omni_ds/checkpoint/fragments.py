@@ -17,6 +17,7 @@ from torch import Tensor
 from models.parameters import HeldParameter
 from omni_ds.checkpoint.copies import Part
 from omni_ds.checkpoint.overlap import Piece
+from omni_ds.parallel.expert import part_name
 from omni_ds.plan.region import Region
 
 WEIGHT = "weight"
@@ -134,5 +135,6 @@ def _fragment(
             tensors[key] = value.view(-1).narrow(0, start, length)
         else:
             scalars[key] = value if isinstance(value, int) else float(value)
-    name = str(inner.param_groups[group].get("name", group))
+    options = inner.param_groups[group]
+    name = part_name(options) if "name" in options else str(group)
     return Fragment(held.name, held.region, offset, length, tensors, scalars, name, stepped)

@@ -116,17 +116,24 @@ class ActivationCheckpointing(Section):
 class TensorParallel(Section):
     """Tensor parallelism of the LLM."""
 
-    autotp_size: NonNegativeInt = 1
-    """Ranks that share each layer. More than 1 is not supported yet."""
+    autotp_size: Auto | NonNegativeInt = 1
+    """Neighbouring ranks that share each layer, with heads, MLP and vocabulary split; 0 and 1: none; auto:
+    chosen to fit."""
 
 
 class ExpertParallel(Section):
-    """Expert parallelism of a mixture-of-experts LLM. Not supported yet."""
+    """Expert parallelism of a mixture-of-experts LLM."""
 
-    enabled: bool = False
-    """Only false."""
-    autoep_size: PositiveInt = 1
-    """Ranks that share the experts of a layer. More than 1 is not supported yet."""
+    enabled: bool | None = None
+    """false: autoep_size is ignored."""
+    autoep_size: Auto | PositiveInt = 1
+    """Ranks of the data (and sequence) axis that share the experts of each layer; auto: chosen to fit."""
+
+    @property
+    def degree(self) -> int:
+        """Of a resolved configuration."""
+        assert self.autoep_size != "auto", "resolve() comes first"
+        return 1 if self.enabled is False else self.autoep_size
 
 
 class TensorBoard(Section):
@@ -207,7 +214,7 @@ REFUSED = {
     "gradient_allreduce_op": "gradients are sums over the target tokens of the global batch; remove it",
     "hybrid_engine": "it is not supported; remove it",
     "progressive_layer_drop": "it is not supported; remove it",
-    "seq_parallel_communication_data_type": "sequence parallelism is not supported yet; remove it",
+    "seq_parallel_communication_data_type": "sequence ranks exchange activations as they are; remove it",
     "sparse_attention": "it is not supported; remove it",
     "sparse_gradients": "it is not supported; remove it",
     "weight_quantization": "it is not supported; remove it",

@@ -27,7 +27,6 @@ def _unsupported(config: Config) -> Iterator[str]:
         )
     else:
         yield from _encoders(config)
-    yield from _degrees(config)
     yield from _llm_memory(config)
     if isinstance(omni.encoder_parallel.long_short, int):
         yield (
@@ -46,22 +45,6 @@ def _unsupported(config: Config) -> Iterator[str]:
                 f"omni.eval.sets.{name}.metric: wer is not supported yet: it needs freely generated text; "
                 f"use exact_match or loss, and compute the word error rate with the exported model"
             )
-
-
-def _degrees(config: Config) -> Iterator[str]:
-    instead = "use 1, and more pipeline.stages or more data-parallel replicas"
-    if config.tensor_parallel.autotp_size > 1:
-        yield (
-            f"tensor_parallel.autotp_size: {config.tensor_parallel.autotp_size} is not supported yet: a "
-            f"layer is held whole; {instead}"
-        )
-    if config.sequence_parallel_size > 1:
-        yield (
-            f"sequence_parallel_size: {config.sequence_parallel_size} is not supported yet: a packed "
-            f"sequence is held whole; {instead}, and a smaller omni.data.max_tokens_per_micro_batch"
-        )
-    if config.expert_parallel.enabled or config.expert_parallel.autoep_size > 1:
-        yield f"expert_parallel is not supported yet: the LLMs so far have no experts; {instead}"
 
 
 def _encoders(config: Config) -> Iterator[str]:

@@ -15,7 +15,10 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
+
+from omni_ds.parallel.expert import expert_gradient_norms
 
 # DeepSpeed divides by the norm plus this; clipping elsewhere in this module does the same.
 CLIP_EPSILON = 1e-6
@@ -144,7 +147,10 @@ class _Bf16:
         }
 
     def squared_norm(self) -> Tensor:
-        gradients, _ = self._optimizer.get_grads_for_norm()
+        gradients, experts = self._optimizer.get_grads_for_norm()
+        norms = expert_gradient_norms(experts)
+        if bwc_tensor_model_parallel_rank(self._optimizer.mpu) == 0:
+            gradients = [*gradients, *norms]
         if not gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
             gradients = [torch.zeros(1, device=self._optimizer.fp32_groups_flat_partition[0].device)]
         return _squared(get_global_norm_of_tensors(gradients, mpu=self._optimizer.mpu))
@@ -154,7 +160,12 @@ class _Bf16:
             for gradient in self._optimizer.get_grads_for_norm(for_clipping=True):
                 gradient.mul_(clip / (norm + CLIP_EPSILON))
         self._optimizer.clip_grad = 0.0
-        self._optimizer.step()
+        # Its own norm over experts is a collective of all stages, of which some may have no experts.
+        has_experts, self._optimizer.has_moe_layers = self._optimizer.has_moe_layers, False
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.has_moe_layers = has_experts
         self._optimizer.zero_grad()
 
     def skip(self) -> None:

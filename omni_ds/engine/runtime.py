@@ -21,6 +21,7 @@ from omni_ds.config import Config
 from omni_ds.config.engines import encoder_engine_config, llm_engine_config
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.encoder_ranks import EncoderRanks
+from omni_ds.engine.environment import TIMEOUT
 from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
@@ -28,6 +29,7 @@ from omni_ds.engine.pipeline_module import OmniPipelineModule
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
 from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.parallel.layer_groups import LayerGroups
 from omni_ds.plan.build import Plan
 
 
@@ -36,6 +38,7 @@ class Runtime:
     """One rank's engines.
 
     Attributes:
+        layer_groups: groups that the LLM's layers compute in.
         module: the LLM's stage; its ``encoder_anchor`` is ``encoders``.
         source_dtypes: dtype a parameter was imported with, by global name; absent for fresh weights.
         owned: parts of the LLM whose optimizer state this rank writes to checkpoints.
@@ -46,6 +49,7 @@ class Runtime:
     rank: int
     device: torch.device
     groups: ProcessGroups
+    layer_groups: LayerGroups
     module: OmniPipelineModule
     llm: LLMEngine
     encoders: EncoderEngine
@@ -94,7 +98,9 @@ def build_runtime(
         UserError: weights are missing, unexpected or mis-shaped; on every rank.
     """
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
-    module = OmniPipelineModule(build_llm_layers(composition.llm_config, recompute=recomputes(config)), plan)
+    layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
+    layers = build_llm_layers(composition.llm_config, recompute=recomputes(config), groups=layer_groups)
+    module = OmniPipelineModule(layers, plan)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
         encoders = {
@@ -116,7 +122,17 @@ def build_runtime(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
     runtime = Runtime(
-        plan, rank, device, groups, module, llm, encoder_engine, schedules, executor, source_dtypes
+        plan,
+        rank,
+        device,
+        groups,
+        layer_groups,
+        module,
+        llm,
+        encoder_engine,
+        schedules,
+        executor,
+        source_dtypes,
     )
     if llm.trainable:
         runtime.owned = owned_parts(

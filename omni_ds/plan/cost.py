@@ -79,12 +79,15 @@ def llm_work(
     *,
     recompute: bool,
     forward_only: bool,
+    lanes: int = 1,
 ) -> LLMWork:
-    """Costs of every stage and micro-batch, averaged over replicas: they run one common program.
+    """Costs of every stage and micro-batch on one rank, averaged over replicas: they run one common program.
+
+    lanes: tensor x sequence ranks that share the work of a stage.
 
     The head counts on the last stage. An embedding look-up costs nothing.
     """
-    count = len(costs)
+    count = len(costs) * lanes
     layer = [sum(cells) // count for cells in zip(*(cost.layer for cost in costs), strict=True)]
     head = [sum(cells) // count for cells in zip(*(cost.head for cost in costs), strict=True)]
     body_factor, head_factor = backward_factor(llm, recompute), 1 + llm.trainable

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from omni_ds.errors import UserError
@@ -121,6 +122,14 @@ class EncoderMeta:
     def window(self) -> int:
         """Mel frames of a full Whisper window."""
         return 2 * self.positions
+
+    @property
+    def segments_per_slice(self) -> int:
+        """Of how many segments a part of an item must consist, so that no feature row needs tokens of two
+        parts; 0: segments cannot be told apart (an image is one)."""
+        if self.family != "whisper":
+            return 0
+        return self.factor // gcd(self.factor, self.positions)
 
     @property
     def trainable(self) -> bool:

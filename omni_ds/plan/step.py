@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
+from omni_ds.plan.long_short import split_recordings
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
 from omni_ds.plan.retime import retime
 from omni_ds.plan.sample import SampleMeta
@@ -39,10 +40,16 @@ def build_step(
     number of micro-batches cannot hold the batch.
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
+    samples = split_recordings(samples, cost, plan.mesh.world_size, plan.options.long_short)
     bins = _micro_batches(plan, samples, cost, forward_only)
     llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
     llm = llm_work(
-        plan.llm, plan.stages, llm_costs, recompute=plan.options.recompute, forward_only=forward_only
+        plan.llm,
+        plan.stages,
+        llm_costs,
+        recompute=plan.options.recompute,
+        forward_only=forward_only,
+        lanes=plan.mesh.lanes,
     )
     training = plan.encoders_trainable and not forward_only
     woven = weave(plan, llm, bins, cost, training)
@@ -61,6 +68,9 @@ def build_step(
             tied=plan.llm.tied,
             llm_trainable=plan.llm.trainable,
             encoders_trainable=plan.encoders_trainable,
+            sequence=plan.mesh.sequence,
+            tensor=plan.mesh.tensor,
+            collective=plan.collective_forward,
         )
         for micro_batches, parts, ranks in zip(bins, woven.parts, plan.mesh.encoder_groups(), strict=True)
     )
@@ -86,7 +96,7 @@ def _micro_batches(
     passes = 1 if forward_only else 1 + backward_factor(plan.llm, plan.options.recompute)
     return assign(
         samples,
-        plan.mesh.data_degree,
+        plan.mesh.data,
         plan.options.max_tokens_per_micro_batch,
         None if forward_only else plan.options.micro_batches,
         FILL * plan.mesh.pipe if plan.mesh.pipe > 1 else 1,
@@ -111,7 +121,7 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
             for s in mb.samples:
                 numbers.extend((s.row, s.tokens, s.target_tokens))
                 for item in s.items:
-                    numbers.extend((item.rows, *item.shape))
+                    numbers.extend((item.rows, item.start, *item.shape))
         for window in replica.parts:
             for part in window:
                 numbers.append(-len(part))

@@ -140,11 +140,14 @@ def _candidates(
 
 
 def _first_stage(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
-    """A window for each micro-batch, all of it on the replica's first rank."""
+    """A window for each micro-batch, dealt to the ranks of the replica's first stage."""
     members = cut_windows(llm.micro_batches, 1)
     passes = _passes(plan, members, costs, training)
-    others = ((),) * (llm.stages * plan.mesh.lanes - 1)
-    parts = [tuple((tuple(range(len(mb))), *others) for mb in replica) for replica in costs.forward]
+    others = ((),) * ((llm.stages - 1) * plan.mesh.lanes)
+    parts = [
+        tuple((*dealt, *others) for dealt in deal_windows(replica, plan.mesh.lanes))
+        for replica in costs.forward
+    ]
     encoder, loads = _encoder_work(plan, members, passes, parts, costs, training)
     if plan.gathers_encoders:
         schedule = uniform(llm, encoder)

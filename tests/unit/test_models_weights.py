@@ -32,6 +32,7 @@ from models.weights import (
     tower_weights,
 )
 from omni_ds.errors import UserError
+from omni_ds.plan.region import Region
 from tests.unit.model_helpers import ENCODERS, VITS, WHISPER, encoder_section, llm_config
 
 
@@ -207,7 +208,7 @@ def test_slices(tmp_path: Path) -> None:
     half = nn.Linear(32, 24, bias=False)
     weights = llm_weights(str(tmp_path / "llm"), config)
     name = "llm.model.layers.0.mlp.up_proj.weight"
-    taken = load_module(half, {"weight": name}, weights, slices={"weight": (slice(24, 48), slice(None))})
+    taken = load_module(half, {"weight": name}, weights, regions={"weight": Region.of((48, 32), 0, 24, 48)})
     assert taken == {"weight"}
     assert torch.equal(half.weight, saved[name.removeprefix("llm.")][24:])
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from unit.plan_cases import plan_of, random_samples
 
+from omni_ds.errors import UserError
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
 from omni_ds.plan.capacity import Idle, share_targets, split
@@ -124,6 +125,48 @@ def test_parameters_equal_those_of_transformers(family, tied):
     matrices = sum(p.numel() for n, p in model.model.layers[0].named_parameters() if p.dim() == 2)
     assert meta.layer_flops((10, 6)) == 2 * matrices * 16 + 2 * meta.heads * meta.head_dim * (100 + 36)
     assert meta.head_flops(5) == 2 * 32 * 96 * 5
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "active"),
+    [
+        ("mixtral", {"num_local_experts": 6, "intermediate_size": 48}, {0, 1, 2, 3}),
+        ("qwen3_moe", {"num_experts": 6, "decoder_sparse_step": 2}, {1, 3}),
+        ("qwen3_moe", {"num_experts": 6, "mlp_only_layers": [1, 2], "attention_bias": True}, {0, 3}),
+    ],
+)
+def test_experts_are_held_whole_and_computed_in_part(family, sizes, active):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own = {"moe_intermediate_size": 24, "intermediate_size": 40} if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, vocab_size=96, num_experts_per_tok=2, **common, **own, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    meta = LLMMeta.from_config(config.to_dict())
+    assert LLMMeta.from_config({**common, **own, **sizes} | {"model_type": family, "vocab_size": 96} | {
+        "num_experts_per_tok": 2
+    }) == meta
+    assert meta.parameters == sum(p.numel() for p in model.parameters())
+    assert (meta.experts, meta.experts_per_token, set(meta.moe_layers)) == (6, 2, active)
+    for index, layer in enumerate(model.model.layers):
+        held = {name: p for name, p in layer.named_parameters()}
+        assert meta.parameters_of_layer(index) == sum(p.numel() for p in held.values())
+        experts = sum(p.numel() for name, p in held.items() if ".experts." in name)
+        assert meta.expert_parameters_of_layer(index) == experts
+        assert bool(experts) == (index in active)
+        met = sum(p.numel() for p in held.values() if p.dim() == 2) + experts * 2 // 6
+        assert meta.layer_flops((10, 6), index) - 2 * met * 16 == 2 * meta.heads * meta.head_dim * (100 + 36)
+    mean = sum(meta.parameters_of_layer(i) for i in range(4)) // 4
+    assert meta.layer_parameters == mean
+
+
+def test_more_choices_than_experts_are_refused():
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config |= {"model_type": "mixtral", "vocab_size": 96, "num_local_experts": 2, "num_experts_per_tok": 3}
+    with pytest.raises(UserError, match="num_experts_per_tok is 3, but there are 2 experts"):
+        LLMMeta.from_config(config)
 
 
 def test_sliding_window_attention_costs_a_band():
