@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
 )
 
@@ -37,43 +38,38 @@ class Recipe:
     sources: tuple[tuple[str, str | None], ...]
     converter: WeightConverter | None = None
 
-    @property
-    def stacks(self) -> bool:
-        """Whether rows of the result are tensors of the checkpoint, one each from every pattern: experts."""
-        operations = self.converter.operations if self.converter is not None else ()
-        return bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
-
-    def make(
-        self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)
-    ) -> dict[str, Tensor]:
-        """Tensors by their full names in the model; a conversion may give several.
-
-        ``rows``: of a result that stacks tensors, these alone are read and made.
-        """
+    def make(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """Tensors by their full names in the model; a conversion may give several."""
         if self.converter is None:
             return {self.target: read(self.sources[0][0])}
         converter = copy.deepcopy(self.converter)
-        by_pattern: dict[str | None, list[str]] = {}
         for name, pattern in self.sources:
-            by_pattern.setdefault(pattern, []).append(name)
-        for pattern, names in by_pattern.items():
-            for name in names[rows]:
-                converter.add_tensor(self.target, name, pattern, read(name))
+            converter.add_tensor(self.target, name, pattern, read(name))
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    @property
+    def stacks(self) -> bool:
+        """Whether each row of the tensor is made of sources of its own: an expert of a fused weight."""
+        first = self.converter.operations[0] if self.converter is not None else None
+        return isinstance(first, MergeModulelist) and first.dim == 0
+
+    def rows(self, start: int, stop: int) -> Recipe:
+        """The recipe of rows [start, stop) alone, where it :attr:`stacks`."""
+        by_pattern: dict[str | None, list[tuple[str, str | None]]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[1], []).append(source)
+        kept = tuple(source for sources in by_pattern.values() for source in sources[start:stop])
+        return replace(self, sources=kept)
 
 
 @dataclass(frozen=True)
 class NameMap:
-    """``recipes`` by model name; ``foreign``: checkpoint name -> the name it would have, absent from the "
-    "model."""
+    """``recipes`` by model name; ``foreign``: checkpoint name -> the name it would have, absent from the
+    model."""
 
     recipes: Mapping[str, Recipe]
     foreign: Mapping[str, str]
-
-
-def _numbers_by_value(name: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ...] = ()) -> NameMap:
@@ -90,7 +86,7 @@ def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ..
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     collected: dict[str, list[tuple[str, str | None]]] = {}
     foreign: dict[str, str] = {}
-    for name in sorted(names, key=_numbers_by_value):  # a conversion stacks experts in this order
+    for name in sorted(names, key=dot_natural_key):  # expert 2 before expert 10: conversions stack in order
         stem = next((name.removeprefix(prefix) for prefix in strip if name.startswith(prefix)), name)
         renamed, pattern = rename_source_key(stem, renamings, converters, model.base_model_prefix, state)
         if renamed not in state and stem in state:

@@ -18,7 +18,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from models.checkpoint_files import WeightSource
 from models.init import assign, empty_parameters, init_module
 from models.llm import find_family
-from models.weight_names import NameMap, Recipe, map_names, summarise, top_names
+from models.weight_names import NameMap, map_names, summarise, top_names
 from omni_ds.errors import UserError
 from omni_ds.plan.region import Region
 
@@ -58,39 +58,38 @@ class PartWeights:
         self.unexpected = [name for name, renamed in names.foreign.items() if unexpected(renamed)]
         self.misshaped: list[str] = []
         self._made: dict[str, Tensor] = {}
-        self._made_of: tuple[Recipe | None, slice] = (None, slice(None))
+        self._made_of: tuple = ()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of the whole tensor by global name, None when the checkpoint has none."""
-        recipe = self._recipes.get(name.removeprefix(self.prefix))
-        if recipe is not None and recipe.converter is None:
-            return self.source.shape(recipe.sources[0][0])
-        made = self._converted(name)
-        return None if made is None else tuple(made.shape)
-
-    def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
-        """A tensor (or its part) by global name, None when the checkpoint has none."""
-        recipe = self._recipes.get(name.removeprefix(self.prefix))
-        if recipe is None:
-            return None
-        if recipe.converter is None:
-            return self.source.read(recipe.sources[0][0], index)
-        rows = index[0] if index and recipe.stacks else slice(None)
-        value = self._converted(name, rows)
-        if value is None or not index:
-            return value
-        return value[(slice(None), *index[1:])] if recipe.stacks else value[tuple(index)]
-
-    def _converted(self, name: str, rows: slice = slice(None)) -> Tensor | None:
-        """A tensor that is made of several. rows: of those stacked along the first dimension, which to
-        read."""
+        """Shape of the whole tensor by global name, None when the checkpoint has none; reads nothing."""
         local = name.removeprefix(self.prefix)
         recipe = self._recipes.get(local)
         if recipe is None:
             return None
-        if self._made_of != (recipe, rows):
-            self._made, self._made_of = recipe.make(self.source.read, self.model, rows), (recipe, rows)
-        return self._made.get(local)
+        if recipe.converter is None:
+            return self.source.shape(recipe.sources[0][0])
+        made = recipe.make(lambda source: torch.empty(self.source.shape(source), device="meta"), self.model)
+        return tuple(made[local].shape) if local in made else None
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
+        """A tensor (or its part) by global name, None when the checkpoint has none.
+
+        A conversion is read in whole, once for all tensors it makes, except that of several experts only
+        those asked for are.
+        """
+        local = name.removeprefix(self.prefix)
+        recipe = self._recipes.get(local)
+        if recipe is None:
+            return None
+        if recipe.converter is None:
+            return self.source.read(recipe.sources[0][0], index)
+        if index and recipe.stacks and index[0] != slice(None):
+            recipe = recipe.rows(index[0].start, index[0].stop)
+            index = (slice(None), *index[1:])
+        if self._made_of != recipe.sources:
+            self._made, self._made_of = recipe.make(self.source.read, self.model), recipe.sources
+        value = self._made.get(local)
+        return value[tuple(index)] if value is not None and index else value
 
     def check(self) -> None:
         """UserError that lists everything found wrong so far."""

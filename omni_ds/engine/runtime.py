@@ -14,7 +14,7 @@ from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
 from models.parameters import HeldParameter, held_parameters
 from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
-from omni_ds.checkpoint.fragments import WEIGHT, is_sharded
+from omni_ds.checkpoint.fragments import WEIGHT, is_sharded, torch_optimizer
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
@@ -26,6 +26,8 @@ from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
 from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.plain_engine import LaneRanks, PlainEngine
+from omni_ds.engine.plain_module import PlainModule
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
 from omni_ds.parallel.groups import ProcessGroups
@@ -50,7 +52,7 @@ class Runtime:
     device: torch.device
     groups: ProcessGroups
     layer_groups: LayerGroups
-    module: OmniPipelineModule
+    module: OmniPipelineModule | PlainModule
     llm: LLMEngine
     encoders: EncoderEngine
     schedules: Schedules
@@ -99,8 +101,7 @@ def build_runtime(
     """
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
-    layers = build_llm_layers(composition.llm_config, recompute=recomputes(config), groups=layer_groups)
-    module = OmniPipelineModule(layers, plan)
+    module = _llm_module(config, composition, plan, layer_groups)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
         encoders = {
@@ -111,13 +112,14 @@ def build_runtime(
         }
     source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
     module.mark_replicated()
-    module.to(device)
+    if plan.options.llm_zero_stage < 3:  # ZeRO-3 puts each weight on the device alone, to shard it
+        module.to(device)
     originals = _originals(module, encoders, dtype, source_dtypes)
-    llm = _llm_engine(config, module, plan, dtype, device)
+    llm = _llm_engine(config, module, plan, groups, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
-    schedules = Schedules(config, [engine.optimizer.optimizer for engine in engines])
+    schedules = Schedules(config, [torch_optimizer(engine.optimizer) for engine in engines])
     executor = StepExecutor(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
@@ -151,7 +153,10 @@ def build_runtime(
 
 
 def _load(
-    config: Config, composition: Composition, module: OmniPipelineModule, encoders: dict[str, nn.Module]
+    config: Config,
+    composition: Composition,
+    module: OmniPipelineModule | PlainModule,
+    encoders: dict[str, nn.Module],
 ) -> dict[str, torch.dtype]:
     seed, omni = config.omni.train.seed, config.omni
     dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
@@ -161,7 +166,7 @@ def _load(
 
 
 def _originals(
-    module: OmniPipelineModule,
+    module: OmniPipelineModule | PlainModule,
     encoders: dict[str, nn.Module],
     dtype: torch.dtype,
     source_dtypes: dict[str, torch.dtype],
@@ -189,8 +194,24 @@ def _restore_masters(runtime: Runtime, originals: dict[Part, Tensor]) -> None:
         engine.refresh()
 
 
+def _llm_module(
+    config: Config, composition: Composition, plan: Plan, groups: LayerGroups
+) -> OmniPipelineModule | PlainModule:
+    interval = config.pipeline.activation_checkpoint_interval
+    recompute = recomputes(config) and interval <= 1
+    layers = build_llm_layers(composition.llm_config, recompute=recompute, groups=groups)
+    if plan.options.llm_zero_stage >= 2:
+        return PlainModule(layers, block=interval)
+    return OmniPipelineModule(layers, plan, block=interval)
+
+
 def _llm_engine(
-    config: Config, module: OmniPipelineModule, plan: Plan, dtype: torch.dtype, device: torch.device
+    config: Config,
+    module: OmniPipelineModule | PlainModule,
+    plan: Plan,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LLMEngine:
     if config.omni.llm.freeze:
         return FrozenPipeline(module.to(device, dtype))
@@ -198,6 +219,9 @@ def _llm_engine(
     optimizer = build_optimizer(
         config, [PartParameters("llm", lr, tuple(h.parameter for h in module.held()))], device
     )
+    if isinstance(module, PlainModule):
+        ranks = LaneRanks.create(plan.mesh, groups)
+        return PlainEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree), ranks)
     return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
 
 

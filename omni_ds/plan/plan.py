@@ -66,12 +66,6 @@ class Plan:
         return self.options.encoder_zero_stage == 3 and self.encoders_trainable
 
     @property
-    def collective_forward(self) -> bool:
-        """Replicas run each micro-batch of the LLM together: they exchange tokens for experts, reduce its
-        gradients in every backward (ZeRO-2) or gather its weights in every forward too (ZeRO-3)."""
-        return self.mesh.expert > 1 or self.options.llm_zero_stage >= 2
-
-    @property
     def first_stage_only(self) -> bool:
         """Only the first stage's ranks hold encoders. Not with ZeRO-3: DeepSpeed's checks there are
         collectives of the world, so later stages keep their shard and take part with nothing to encode."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from parity.reference import train_reference
 from ranks import run_ranks
-from tiny import config_dict, make_checkpoints, merged, write_config
+from tiny import config_dict, make_checkpoints, write_config
 from worker import merge_weights, train_and_collect
 
 STEPS = 3
@@ -77,8 +77,8 @@ def folder(llm: str, tied: bool) -> Path:
 @functools.cache
 def config_path(llm: str, tied: bool) -> Path:
     checkpoints = folder(llm, tied)
-    raw = merged(config_dict(checkpoints, checkpoints / "run"), {"data": {"max_tokens_per_micro_batch": 128}})
-    raw["omni"]["data"] |= {"max_length": 128, "max_tokens_per_micro_batch": 128}
+    data = {"max_length": 128, "max_tokens_per_micro_batch": 128}
+    raw = config_dict(checkpoints, checkpoints / "run", data=data)
     return write_config(raw, checkpoints / "config.json")
 
 
@@ -93,7 +93,7 @@ def _reference(config: str, checkpoints: str) -> dict[str, Any]:
     from omni_ds.engine.launch import assemble
 
     run = assemble(load_config(config))
-    encoders = run.runtime.encoder_parameters()
+    encoders = run.runtime.held_encoders()
     initial = {held.name: held.parameter.detach().float().clone() for held in encoders}
     return train_reference(run.config, run.dataset, run.sampler, Path(checkpoints), initial, STEPS)
 

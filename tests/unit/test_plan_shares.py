@@ -145,9 +145,12 @@ def test_experts_are_held_whole_and_computed_in_part(family, sizes, active):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     meta = LLMMeta.from_config(config.to_dict())
-    assert LLMMeta.from_config({**common, **own, **sizes} | {"model_type": family, "vocab_size": 96} | {
-        "num_experts_per_tok": 2
-    }) == meta
+    assert (
+        LLMMeta.from_config(
+            {**common, **own, **sizes} | {"model_type": family, "vocab_size": 96} | {"num_experts_per_tok": 2}
+        )
+        == meta
+    )
     assert meta.parameters == sum(p.numel() for p in model.parameters())
     assert (meta.experts, meta.experts_per_token, set(meta.moe_layers)) == (6, 2, active)
     for index, layer in enumerate(model.model.layers):
