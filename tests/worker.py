@@ -29,7 +29,7 @@ def train_and_collect(
         check_copies(held, shards)
         found = {n: t.clone().cpu() for n, t in full_parameters(held, shards)}
         with runtime.encoders.ranks.active():
-            found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.held_encoders())}
+            found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
         return found
 
     initial, losses, router_losses, norms, plans = weights(), [], [], [], []

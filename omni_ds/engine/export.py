@@ -49,7 +49,7 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     problem = _write(writer, parameters)
     with runtime.encoders.ranks.active():
         parameters = full_parameters(
-            runtime.held_encoders(), originals=runtime.frozen_originals, wanted=runtime.rank == 0
+            runtime.encoder_parameters(), originals=runtime.frozen_originals, wanted=runtime.rank == 0
         )
         problem = _write(writer, parameters) or problem
 

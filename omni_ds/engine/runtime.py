@@ -64,7 +64,7 @@ class Runtime:
     def learning_rates(self) -> dict[str, float]:
         return self.schedules.learning_rates()
 
-    def held_encoders(self) -> list[HeldParameter]:
+    def encoder_parameters(self) -> list[HeldParameter]:
         """Encoder parameters on this rank, whole, in config order."""
         return held_parameters(self.encoders.encoders().values())
 
@@ -81,7 +81,7 @@ class Runtime:
                     self.encoders.adapter.refresh_weights()
 
             states.append(
-                EngineState("encoders", self.encoders.engine.optimizer, self.held_encoders(), refresh)
+                EngineState("encoders", self.encoders.engine.optimizer, self.encoder_parameters(), refresh)
             )
         return states
 
