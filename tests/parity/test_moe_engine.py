@@ -135,7 +135,6 @@ def test_bf16_optimizer_follows_one_process(name: str, world: int, expert: int) 
 
 def test_groups_are_split_without_a_loss() -> None:
     dense, expert = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2, 2))
-    norm = torch.nn.Parameter(torch.ones(2))
     expert.allreduce, expert.group_name = False, "ep_size_2"
     given = [
         {"params": [dense, expert], "lr": 0.5, "weight_decay": 0.1, "name": "llm"},
