@@ -11,7 +11,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from omni_ds.config import Config, base_lr, optimizer_spec, scheduler_params
-from omni_ds.parallel.expert import part_name, split_expert_groups, split_expert_groups
+from omni_ds.parallel.expert import part_name, split_expert_groups
 
 
 @dataclass(frozen=True)
