@@ -228,4 +228,8 @@ class LLMMeta:
 
     def sample_flops(self, tokens: int, target_tokens: int) -> int:
         """Forward of one sample through the whole LLM: what balancing compares."""
-        return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        if self.window and tokens > self.window:
+            return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        # The same, written out: asked for every sample of every step.
+        layer = 2 * tokens * (self.layer_matrices + self._query * tokens)
+        return self.layers * layer + 2 * self.hidden * self.vocab * target_tokens
