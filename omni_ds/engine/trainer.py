@@ -152,6 +152,8 @@ class Trainer:
         }
         if result.auxiliary_loss:
             row["auxiliary_loss"] = result.auxiliary_loss
+        if result.reduce_seconds is not None:
+            row["reduce_seconds"] = result.reduce_seconds
         if self._failed:
             row["failed_samples"] = sum(self._failed.values())
         if result.skipped:
