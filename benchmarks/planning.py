@@ -3,8 +3,9 @@
     python benchmarks/planning.py [--repeats N] [--json PATH]
 
 Steps are planned in loader processes ahead of time; training waits for a plan only when planning takes
-longer than a step (metric plan_wait_seconds). Every repeat plans another global batch of the same mix. `first` is the
-first step of a kind, which also searches window sizes; later steps of a like mix remember the search.
+longer than a step (metric plan_wait_seconds). Every repeat plans another global batch of the same mix.
+`first` is the first step of a kind, which also searches window sizes; later steps of a like mix remember the
+search.
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -25,13 +27,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from models.attention import ATTENTION_NAME
 from models.llm_ends import EmbedLayer, HeadLayer, tied_losses
 from models.masks import MaskSpec, Packing
+from models.moe import MoEBlock, build_moe, configure_experts
 from models.packed import StageState
 from omni_ds.errors import UserError
 from omni_ds.parallel.layer_groups import ALONE, LayerGroups, degree
+from omni_ds.plan.llm_meta import moe_layer_indices
 from omni_ds.plan.region import Region
 from omni_ds.plan.tensor_rules import TensorSizes, check_tensor_degree, layer_styles
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 TIED_KEY = "embed"
@@ -93,6 +97,7 @@ def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION_NAME
     config.attention_dropout = 0.0
+    configure_experts(config)
     return config
 
 
@@ -131,18 +136,31 @@ class DecoderLayer(nn.Module):
         family = find_family(config)
         self.groups = groups
         self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
-        self.layer = family.layer(config, index)
+        sparse = index in moe_layer_indices(config.to_dict())
+        parallel = sparse and degree(groups.expert) > 1
+        with torch.device("meta") if parallel else nullcontext():
+            self.layer = family.layer(config, index)
+        self._moe: MoEBlock | None = None
+        if sparse:
+            self._moe, self.layer.mlp = build_moe(config, index, self.layer.mlp, groups)
         self._regions = _shard(self.layer, config, groups)
         self._rotary = _Rotary(family.rotary, config)
 
     def hf_names(self) -> dict[str, str]:
-        return {
+        names = {
             f"layer.{name}": f"llm.model.layers.{self.index}.{name}"
             for name, _ in self.layer.named_parameters()
         }
+        if self._moe is not None and self._moe.parallel:
+            names |= {f"layer.mlp.{name}": whole for name, whole in self._moe.hf_names().items()}
+        return names
 
     def regions(self) -> dict[str, Region]:
-        return {f"layer.{name}": region for name, region in self._regions.items()}
+        """The parts of whole parameters that this rank holds, by local name."""
+        held = {f"layer.{name}": region for name, region in self._regions.items()}
+        if self._moe is not None and self._moe.parallel:
+            held |= {f"layer.mlp.{name}": region for name, region in self._moe.regions().items()}
+        return held
 
     def forward(self, state: StageState) -> StageState:
         """hidden [T, H] -> [T, H]. An empty micro-batch passes through: HF's layers cannot view 0 tokens."""
@@ -152,9 +170,9 @@ class DecoderLayer(nn.Module):
         position_ids = state.batch.position_ids.unsqueeze(0)
         if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
             state.rotary = self._rotary(hidden, position_ids)
-        packing = state.packing.with_mask(self.mask)
+        packing = state.packing_for(self.groups.sequence).with_mask(self.mask)
         if self.recompute and self.training:
-            out = checkpoint(
+            out, logits = checkpoint(
                 self._run,
                 hidden,
                 position_ids,
@@ -164,20 +182,27 @@ class DecoderLayer(nn.Module):
                 preserve_rng_state=False,
             )
         else:
-            out = self._run(hidden, position_ids, state.rotary, packing)
-        return state.with_hidden(out.squeeze(0))
+            out, logits = self._run(hidden, position_ids, state.rotary, packing)
+        state = state.with_hidden(out.squeeze(0))
+        if self._moe is not None and self.training:
+            state = state.with_routing(*self._moe.observe(logits, state.batch))
+        return state
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
-    ) -> Tensor:
-        return self.layer(
-            hidden,
-            attention_mask=packing,
-            position_ids=position_ids,
-            position_embeddings=rotary,
-            past_key_values=None,
-            use_cache=False,
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden [1, T, H], the router's logits [T, E] of a MoE layer): all that backward reaches has to be
+        a result of the checkpointed function."""
+        with self._moe.logits(self.layer.mlp) if self._moe else nullcontext([None]) as logits:
+            out = self.layer(
+                hidden,
+                attention_mask=packing,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return out, logits[0]
 
 
 def _shard(layer: nn.Module, config: PreTrainedConfig, groups: LayerGroups) -> dict[str, Region]:

@@ -84,26 +84,33 @@ def plan_of(
     Raises:
         UserError: degrees that do not divide, or more stages than layers.
     """
-    mesh = Mesh.from_world(
-        world_size,
-        pipe=config.pipeline.stages,
-        sequence=config.sequence_parallel_size,
-        tensor=max(1, config.tensor_parallel.autotp_size),
-    )
     work = 0
     if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
         work = encoder_work_per_token(composition.encoders, samples, recomputes(config))
     options = PlanOptions(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
+        llm_zero_stage=0 if config.omni.llm.freeze else config.zero_optimization.stage,
         balance_mode=config.omni.balance.mode,
+        long_short=config.omni.encoder_parallel.long_short,
         max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),
         encoder_recompute=recomputes(config),
         first_stage_work=work,
     )
-    return build_plan(composition.llm, composition.encoders, mesh, options)
+    return build_plan(composition.llm, composition.encoders, mesh_of(config, world_size), options)
+
+
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The rank mesh of a resolved configuration; UserError for degrees that do not divide."""
+    return Mesh.from_world(
+        world_size,
+        pipe=config.pipeline.stages,
+        sequence=config.sequence_parallel_size,
+        tensor=max(1, config.tensor_parallel.autotp_size),
+        expert=config.expert_parallel.degree,
+    )
 
 
 def recomputes(config: Config) -> bool:

@@ -50,11 +50,22 @@ class DataTypes(Section):
     """In which gradients are accumulated; null: fp32."""
 
 
+class Offload(Section):
+    """Where the LLM's optimizer state, or its sharded weights, are kept. Encoders stay on the GPU."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """cpu: in the memory of the host. nvme is refused."""
+    pin_memory: bool = False
+    """Lock that memory, so that copies to and from the GPU are faster."""
+
+
 class Zero(Section):
-    """ZeRO of the LLM. The other keys hold for the encoders too (their stage: `omni.encoder_parallel`)."""
+    """ZeRO of the LLM. The other keys but offloading hold for the encoders too (their stage:
+    `omni.encoder_parallel`)."""
 
     stage: Literal[0, 1, 2, 3] = 1
-    """1: shard the optimizer state over the data-parallel ranks."""
+    """Over the data-parallel ranks: 1 shards the optimizer state, 2 gradients too, 3 weights too; 0
+    shards nothing. 2 and 3 need one pipeline stage, 0 needs float32."""
     contiguous_gradients: bool | None = None
     """Copy gradients to one buffer as they are made."""
     reduce_scatter: bool | None = None
@@ -81,10 +92,11 @@ class Zero(Section):
     """Elements kept whole at once (stage 3)."""
     stage3_max_reuse_distance: NonNegativeFloat | None = None
     """Keep weights that are used again within so many elements (stage 3)."""
-    offload_optimizer: dict[str, Any] | None = None
-    """Not supported yet."""
-    offload_param: dict[str, Any] | None = None
-    """Not supported yet."""
+    offload_optimizer: Offload | None = None
+    """Keep the LLM's optimizer state (stage 2 and 3: and gradients) in host memory and update it there;
+    stages 1 to 3. AdamW, Adam and SGD run there as they are, CPUAdam is DeepSpeed's faster one."""
+    offload_param: Offload | None = None
+    """Keep the LLM's sharded weights in host memory; stage 3 with offload_optimizer."""
 
 
 class Pipeline(Section):
@@ -93,7 +105,9 @@ class Pipeline(Section):
     stages: Auto | PositiveInt = "auto"
     """Number of pipeline stages; auto: 1."""
     activation_checkpoint_interval: NonNegativeInt = 0
-    """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them."""
+    """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them.
+    k > 1: keep the input of every k-th layer of the LLM in a stage and recompute k layers at once; encoders
+    as with 1."""
 
 
 class ActivationCheckpointing(Section):
@@ -116,17 +130,24 @@ class ActivationCheckpointing(Section):
 class TensorParallel(Section):
     """Tensor parallelism of the LLM."""
 
-    autotp_size: NonNegativeInt = 1
-    """Ranks that share each layer. More than 1 is not supported yet."""
+    autotp_size: Auto | NonNegativeInt = 1
+    """Neighbouring ranks that share each layer, with heads, MLP and vocabulary split; 0 and 1: none; auto:
+    chosen to fit."""
 
 
 class ExpertParallel(Section):
-    """Expert parallelism of a mixture-of-experts LLM. Not supported yet."""
+    """Expert parallelism of a mixture-of-experts LLM."""
 
-    enabled: bool = False
-    """Only false."""
-    autoep_size: PositiveInt = 1
-    """Ranks that share the experts of a layer. More than 1 is not supported yet."""
+    enabled: bool | None = None
+    """false: autoep_size is ignored."""
+    autoep_size: Auto | PositiveInt = 1
+    """Ranks of the data (and sequence) axis that share the experts of each layer; auto: chosen to fit."""
+
+    @property
+    def degree(self) -> int:
+        """Of a resolved configuration."""
+        assert self.autoep_size != "auto", "resolve() comes first"
+        return 1 if self.enabled is False else self.autoep_size
 
 
 class TensorBoard(Section):
@@ -193,7 +214,7 @@ class PassedOn(Section):
 REFUSED = {
     "amp": 'apex mixed precision is not used here; set "bf16": {"enabled": true}',
     "torch_autocast": 'precision is bf16 with float32 master weights here; set "bf16": {"enabled": true}',
-    "aio": "offloading to NVMe is not supported yet; remove it",
+    "aio": "offloading to NVMe is not supported; remove it",
     "autotuning": "DeepSpeed's autotuner does not know this training loop; remove it",
     "checkpoint": "checkpoints have their own format here; see omni.checkpoint",
     "compile": "compiling the model is not supported; remove it",
@@ -207,11 +228,11 @@ REFUSED = {
     "gradient_allreduce_op": "gradients are sums over the target tokens of the global batch; remove it",
     "hybrid_engine": "it is not supported; remove it",
     "progressive_layer_drop": "it is not supported; remove it",
-    "seq_parallel_communication_data_type": "sequence parallelism is not supported yet; remove it",
+    "seq_parallel_communication_data_type": "sequence ranks exchange activations as they are; remove it",
     "sparse_attention": "it is not supported; remove it",
     "sparse_gradients": "it is not supported; remove it",
     "weight_quantization": "it is not supported; remove it",
     "zero_allow_untested_optimizer": "it is always on here; remove it",
-    "zero_force_ds_cpu_optimizer": "offloading is not supported yet; remove it",
+    "zero_force_ds_cpu_optimizer": "it is always off here; remove it, and use optimizer.type CPUAdam",
     "comet": "use tensorboard, csv_monitor or wandb",
 }

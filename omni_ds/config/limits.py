@@ -27,7 +27,6 @@ def _unsupported(config: Config) -> Iterator[str]:
         )
     else:
         yield from _encoders(config)
-    yield from _degrees(config)
     yield from _llm_memory(config)
     if isinstance(omni.encoder_parallel.long_short, int):
         yield (
@@ -46,22 +45,6 @@ def _unsupported(config: Config) -> Iterator[str]:
                 f"omni.eval.sets.{name}.metric: wer is not supported yet: it needs freely generated text; "
                 f"use exact_match or loss, and compute the word error rate with the exported model"
             )
-
-
-def _degrees(config: Config) -> Iterator[str]:
-    instead = "use 1, and more pipeline.stages or more data-parallel replicas"
-    if config.tensor_parallel.autotp_size > 1:
-        yield (
-            f"tensor_parallel.autotp_size: {config.tensor_parallel.autotp_size} is not supported yet: a "
-            f"layer is held whole; {instead}"
-        )
-    if config.sequence_parallel_size > 1:
-        yield (
-            f"sequence_parallel_size: {config.sequence_parallel_size} is not supported yet: a packed "
-            f"sequence is held whole; {instead}, and a smaller omni.data.max_tokens_per_micro_batch"
-        )
-    if config.expert_parallel.enabled or config.expert_parallel.autoep_size > 1:
-        yield f"expert_parallel is not supported yet: the LLMs so far have no experts; {instead}"
 
 
 def _encoders(config: Config) -> Iterator[str]:
@@ -97,23 +80,7 @@ def _encoders(config: Config) -> Iterator[str]:
 
 
 def _llm_memory(config: Config) -> Iterator[str]:
-    zero, checkpointing = config.zero_optimization, config.activation_checkpointing
-    if zero.stage >= 2:
-        yield (
-            f"zero_optimization.stage: {zero.stage} of the LLM is not supported yet: it runs in the "
-            f"pipeline engine; use 1 (omni.encoder_parallel.zero_stage may be 1, 2 or 3)"
-        )
-    for option in ("offload_optimizer", "offload_param"):
-        if (getattr(zero, option) or {}).get("device", "none") != "none":
-            yield (
-                f"zero_optimization.{option} is not supported yet: weights and optimizer state stay on the "
-                f"device; use more pipeline.stages, or remove it"
-            )
-    if config.pipeline.activation_checkpoint_interval > 1:
-        yield (
-            f"pipeline.activation_checkpoint_interval: {config.pipeline.activation_checkpoint_interval} "
-            "is not supported yet: activations are recomputed layer by layer; use 1"
-        )
+    checkpointing = config.activation_checkpointing
     if checkpointing is not None:
         for option, value in checkpointing.model_dump().items():
             if value is True:

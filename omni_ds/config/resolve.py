@@ -85,6 +85,7 @@ def _check_world(config: Config, stages: int, world_size: int) -> None:
     tensor, sequence = max(1, config.tensor_parallel.autotp_size), config.sequence_parallel_size
     lane = sequence * tensor
     if world_size % (stages * lane) == 0:
+        _check_experts(config.expert_parallel.degree, world_size // (stages * tensor))
         return
     if world_size % lane:
         raise UserError(
@@ -98,6 +99,17 @@ def _check_world(config: Config, stages: int, world_size: int) -> None:
         f"pipeline.stages {stages} x sequence_parallel_size {sequence} x tensor_parallel.autotp_size "
         f"{tensor} = {stages * lane} does not divide {world_size} processes; the nearest legal "
         f"pipeline.stages: {' or '.join(map(str, closest))}; or start a multiple of {stages * lane} processes"
+    )
+
+
+def _check_experts(degree: int, data_degree: int) -> None:
+    if data_degree % degree == 0:
+        return
+    legal = [d for d in range(1, data_degree + 1) if data_degree % d == 0]
+    closest = sorted(sorted(legal, key=lambda d: (abs(d - degree), d))[:2])
+    raise UserError(
+        f"expert_parallel.autoep_size {degree} does not divide the {data_degree} ranks (data x sequence) of "
+        f"a stage; the nearest that do: {' or '.join(map(str, closest))}"
     )
 
 

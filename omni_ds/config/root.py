@@ -55,8 +55,8 @@ class Config(PassedOn):
     """Present: recompute activations in the backward pass."""
     tensor_parallel: TensorParallel = TensorParallel()
     """Tensor parallelism of the LLM."""
-    sequence_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence. More than 1 is not supported yet."""
+    sequence_parallel_size: Auto | PositiveInt = 1
+    """Ranks that share each packed sequence (Ulysses); auto: chosen to fit."""
     expert_parallel: ExpertParallel = ExpertParallel()
     """Expert parallelism of the LLM."""
     tensorboard: TensorBoard = TensorBoard()

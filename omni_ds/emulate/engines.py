@@ -70,7 +70,7 @@ class EmulatedLLM:
             self._action = action
             handler(action)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, None]:
         index = self._action.index
         expected = self._expected[index]
         if self._first:
@@ -82,9 +82,9 @@ class EmulatedLLM:
             output = hidden.detach()
         self._live[index] = (hidden, batch)
         self._sleep()
-        return torch.zeros((len(batch.target_ids), self._plan.llm.vocab)) if self._last else output
+        return torch.zeros(len(batch.target_ids)) if self._last else output, None
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: None = None) -> None:
         index = self._action.index
         hidden, batch = self._live.pop(index)
         if gradient is None:

@@ -3,10 +3,14 @@
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.packed import PackedBatch
 from omni_ds.engine.executor import StepExecutor, StepInput
 from omni_ds.engine.llm_engine import sum_over_ranks
+from omni_ds.engine.loss import TargetScores
 from omni_ds.plan.build import Plan
 
 _COLUMNS = ("loss", "target_tokens", "exact", "samples")
@@ -19,6 +23,7 @@ def evaluate(
     plan: Plan,
     rank: int,
     group: ProcessGroup,
+    sequence_group: ProcessGroup | None = None,
 ) -> dict:
     """Loss and exact match of one evaluation set; collective, the same result on every rank.
 
@@ -27,30 +32,34 @@ def evaluate(
 
     Args:
         steps: the set's forward-only steps.
+        group: of the world, on CPU.
+        sequence_group: ranks that hold shards of one sequence; None without sequence parallelism.
         tasks: every task name that occurs in the set, in the same order on all ranks.
 
     Returns:
         ``{"loss", "exact_match", "samples", "tasks": {task: the same}}``; a sample whose medium failed
         counts as a wrong answer.
     """
-    counted = _counts_here(plan, rank)
+    where = plan.mesh.coords(rank)
+    last = where.pipe == plan.mesh.pipe - 1  # scores exist there; tensor ranks have the same ones
+    counted = last and where.tensor == 0 and where.sequence == 0
     totals = {task: [0.0] * len(_COLUMNS) for task in tasks}
     for step in steps:
         result = executor.run(step)
-        for index, scores in result.scores.items() if counted else ():
+        if not last:
+            continue
+        for index, scores in sorted(result.scores.items()):
             micro_batch = step.plan.replica_of(rank).micro_batches[index]
-            owner = step.batches[index].sample_of_target
-            loss = torch.zeros(len(micro_batch.samples), dtype=torch.float64, device=owner.device)
-            right = torch.zeros_like(loss)
-            loss.index_add_(0, owner, scores.loss.double())
-            right.index_add_(0, owner, scores.correct.double())
-            targets = torch.bincount(owner, minlength=len(micro_batch.samples))
-            rows = zip(micro_batch.samples, loss.tolist(), right.tolist(), targets.tolist(), strict=True)
-            for sample, sample_loss, sample_right, sample_targets in rows:
+            by_sample = _by_sample(scores, step.batches[index], len(micro_batch.samples))
+            if sequence_group is not None:
+                dist.all_reduce(by_sample, group=sequence_group)
+            if not counted:
+                continue
+            for sample, (loss, right, targets) in zip(micro_batch.samples, by_sample.tolist(), strict=True):
                 total = totals[sample.task]
-                total[0] += sample_loss
-                total[1] += sample_targets
-                total[2] += float(sample_targets > 0 and sample_right == sample_targets)
+                total[0] += loss
+                total[1] += targets
+                total[2] += float(targets > 0 and right == targets)
                 total[3] += 1
     flat = sum_over_ranks([value for task in tasks for value in totals[task]], group)
     width = len(_COLUMNS)
@@ -62,10 +71,12 @@ def evaluate(
     return report
 
 
-def _counts_here(plan: Plan, rank: int) -> bool:
-    """Scores exist on the last stage; one tensor-parallel rank of it counts them."""
-    where = plan.mesh.coords(rank)
-    return where.pipe == plan.mesh.pipe - 1 and where.tensor == 0 and where.sequence == 0
+def _by_sample(scores: TargetScores, batch: PackedBatch, samples: int) -> Tensor:
+    """[samples, 3] fp64: summed loss, targets that are the argmax, targets; of this rank's targets."""
+    owner = batch.sample_of_target
+    table = torch.zeros((samples, 3), dtype=torch.float64, device=owner.device)
+    columns = (scores.loss.double(), scores.correct.double(), torch.ones_like(scores.loss).double())
+    return table.index_add_(0, owner, torch.stack(columns, dim=1))
 
 
 def _report(values: list[float]) -> dict:

@@ -20,6 +20,7 @@ from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.llm_engine import sum_over_ranks
 from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
+from omni_ds.engine.reduction_clock import ReductionClock
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
 from omni_ds.parallel.groups import ProcessGroups
@@ -50,18 +51,22 @@ class StepInput:
 class StepResult:
     """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
     ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
+    ``auxiliary_loss``: router losses, already weighted, not part of ``loss``;
     ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
     start ns, end ns), where a compute action of a measured step starts when its messages are there;
-    ``compute``: (compute action, ns without waiting), of measured steps."""
+    ``compute``: (compute action, ns without waiting), of measured steps; ``reduce_seconds``: this rank in
+    TIED, REDUCE and ER, None on a GPU in a step that is not measured."""
 
     loss: float
     target_tokens: int
+    auxiliary_loss: float = 0.0
     grad_norm: float = 0.0
     skipped: bool = False
     scores: dict[int, TargetScores] = field(default_factory=dict)
     times: list[tuple[Action, int, int]] = field(default_factory=list)
     compute: list[tuple[Action, int]] = field(default_factory=list)
     bytes_sent: int = 0
+    reduce_seconds: float | None = None
 
 
 @dataclass
@@ -71,6 +76,7 @@ class _Live:
     hidden: Tensor | None
     features: Tensor | None
     output: Tensor
+    auxiliary: Tensor | None = None
 
 
 class StepExecutor:
@@ -102,8 +108,10 @@ class StepExecutor:
         self._groups, self._device = groups, device
         self._clip, self._after_step = clip, after_step
         self._mode: bool | None = None
-        self._stage = plan.mesh.coords(rank).pipe
+        where = plan.mesh.coords(rank)
+        self._stage = where.pipe
         self._last_stage = self._stage == plan.mesh.pipe - 1
+        self._counts_loss = where.tensor == 0  # tensor ranks compute the same losses
         self._activations = Channel(groups.activations, device, "activations")
         self._gradients = Channel(groups.gradients, device, "activation gradients")
         self._features = Channel(groups.features, device, "features")
@@ -149,7 +157,9 @@ class StepExecutor:
         self._outputs: dict[int, tuple[Tensor, int]] = {}
         self._hidden_gradients: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
+        self._auxiliary: list[Tensor] = []
         self._result = StepResult(loss=0.0, target_tokens=step.target_tokens)
+        self._reductions = ReductionClock(self._device, step.measure)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
         backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
@@ -160,9 +170,11 @@ class StepExecutor:
         for channel in self._channels():
             channel.flush()
         self._encoders.discard_live()
-        local = float(torch.stack(self._losses).sum()) if self._losses else 0.0
-        (total,) = sum_over_ranks([local], self._groups.control)
-        self._result.loss = total / max(step.target_tokens, 1)
+        sums = [_total(values, self._counts_loss) for values in (self._losses, self._auxiliary)]
+        loss, auxiliary = sum_over_ranks(sums, self._groups.control)
+        self._result.loss = loss / max(step.target_tokens, 1)
+        self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
+        self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
         result = self._result
         del self._input, self._reshard, self._result  # nothing of a step lives while the next one is prepared
@@ -182,7 +194,8 @@ class StepExecutor:
 
     def _timed(self, action: Action) -> None:
         self._began = time.perf_counter_ns()
-        self._handlers[action.kind](action)
+        with self._reductions.around(action.kind):
+            self._handlers[action.kind](action)
         self._result.times.append((action, self._began, time.perf_counter_ns()))
 
     @contextmanager
@@ -217,17 +230,20 @@ class StepExecutor:
             self._live[index] = _Live(hidden, features, empty)
             return
         with self._clock(action):
-            output = self._llm.forward(batch, hidden)
-            if self._last_stage and self._train:
-                loss = output.sum()
-                self._losses.append(loss.detach().double())
-                output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
-            elif self._last_stage:
+            output, auxiliary = self._llm.forward(batch, hidden)
+            if self._last_stage and not self._train:
                 scores = target_scores(output)
                 self._result.scores[index] = scores
                 self._losses.append(scores.loss.double().sum())
                 return
-        self._live[index] = _Live(hidden, features, output)
+            if auxiliary is not None:
+                self._auxiliary.append(auxiliary.detach().double())
+                auxiliary = auxiliary * (self._plan.mesh.data_degree / max(self._input.plan.tokens, 1))
+            if self._last_stage:
+                loss = output.sum()
+                self._losses.append(loss.detach().double())
+                output = loss * (self._plan.mesh.data_degree / max(self._input.target_tokens, 1))
+        self._live[index] = _Live(hidden, features, output, auxiliary)
 
     def _send_activations(self, action: Action) -> None:
         live = self._live[action.index] if self._train else self._live.pop(action.index)
@@ -240,7 +256,7 @@ class StepExecutor:
         gradient = None if self._last_stage else self._gradients.wait(index)
         if not empty:
             with self._clock(action):
-                self._llm.backward(live.output, gradient)
+                self._llm.backward(live.output, gradient, live.auxiliary)
         if live.hidden is not None:
             self._hidden_gradients[index] = live.hidden if empty else live.hidden.grad
         if live.features is not None and live.features.requires_grad:
@@ -289,6 +305,10 @@ class StepExecutor:
             self._result.skipped = True
             self._llm.skip_step()
             self._encoders.skip_step()
+
+
+def _total(values: Sequence[Tensor], counts: bool) -> float:
+    return float(torch.stack(list(values)).sum()) if values and counts else 0.0
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from data.loader import EvalLoader, StepLoader
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import read_index, set_aside_after, write_atomically
-from omni_ds.composition import Composition, plan_of, read_composition
+from omni_ds.composition import Composition, mesh_of, plan_of, read_composition
 from omni_ds.config import Config
 from omni_ds.config.load import load_config
 from omni_ds.config.resolve import resolve
@@ -34,7 +34,6 @@ from omni_ds.errors import UserError, writing
 from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from_rank_0, same_everywhere
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.build import Plan
-from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import SampleMeta
 
 _TRACED = 10  # steps, with omni.trace and no --trace
@@ -120,7 +119,7 @@ def assemble(config: Config) -> Run:
     rank, world = dist.get_rank(), dist.get_world_size()
     has_cuda = torch.cuda.is_available()
     config = same_everywhere(lambda: resolve(config, world, None, has_cuda=has_cuda))
-    groups = ProcessGroups.create(Mesh.from_world(world, pipe=config.pipeline.stages), environment.TIMEOUT)
+    groups = ProcessGroups.create(mesh_of(config, world), environment.TIMEOUT)
     broadcast_from_rank_0(lambda: _prepare_output(Path(config.omni.output_dir)), groups.control)
     composition = all_or_error(lambda: read_composition(config), groups.control)
     dataset = _open(config.omni.data.train, config, composition, groups)

@@ -9,6 +9,8 @@ from torch import Tensor
 from models.packed import PackedBatch
 from omni_ds.plan.actions import Action
 
+Handler = Callable[[Action], None]
+
 
 class LLMEngine(Protocol):
     """One rank's pipeline stage with its optimizer.
@@ -19,16 +21,19 @@ class LLMEngine(Protocol):
     dtype: torch.dtype
     trainable: bool
 
-    def run(self, actions: Sequence[Action], micro_batches: int, handler: Callable[[Action], None]) -> None:
+    def run(self, actions: Sequence[Action], micro_batches: int, handler: Handler) -> None:
         """Execute a step's actions in order, each through ``handler``."""
         ...
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
-        """Hidden states [T, H] of this stage, or logits [N, V] of the target rows on the last one."""
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, H] of this stage; on the last one losses of the targets, [N], or in evaluation
+        [2, N] with 1 where the target is the argmax. And the router losses of its layers, a fp32 scalar not
+        divided by any count; None without experts."""
         ...
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        """Accumulate parameter gradients of ``output``; a scalar loss takes no ``gradient``."""
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
+        """Accumulate parameter gradients of ``output`` and of the scalar ``auxiliary``; a scalar loss takes
+        no ``gradient``."""
         ...
 
     def reduce_tied(self) -> None:
@@ -36,7 +41,7 @@ class LLMEngine(Protocol):
         ...
 
     def reduce(self) -> None:
-        """Average the accumulated gradients over the data axis."""
+        """Average the accumulated gradients over the data axis (ZeRO-2 and 3 did, in every backward)."""
         ...
 
     def squared_norm(self) -> Tensor:

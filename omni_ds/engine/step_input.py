@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 
 from data.loader import PackedNumpy, StepBatch
-from models.packed import PackedBatch
+from models.packed import PackedBatch, pad, shard
 from omni_ds.engine.executor import StepInput
 from omni_ds.plan.batch import MicroBatch
+from omni_ds.plan.mesh import Coords
+from omni_ds.plan.shards import even_bounds
 
 
 def prepare(
@@ -30,11 +32,13 @@ def prepare(
     """
     plan = batch.step_plan
     replica = plan.replica_of(rank)
+    where = plan.mesh.coords(rank)
     failed = frozenset(failed_rows)
-    batches = {
-        index: _packed(packed, replica.micro_batches[index], failed).to(device)
-        for index, packed in batch.packed.items()
-    }
+    batches = {}
+    for index, packed in batch.packed.items():
+        whole = _packed(packed, replica.micro_batches[index], failed)
+        bounds = replica.bounds(replica.micro_batches[index])
+        batches[index] = _local(whole, bounds, where, replica.tensor).to(device)
     lost = sum(
         sample.target_tokens
         for each in (plan.replicas if failed else ())
@@ -49,6 +53,16 @@ def prepare(
         target_tokens=plan.target_tokens - lost,
         measure=measure,
     )
+
+
+def _local(whole: PackedBatch, bounds: tuple[int, ...], where: Coords, tensor: int) -> PackedBatch:
+    """This rank's shard of a micro-batch, with its part of the feature rows (shards.deal_rows)."""
+    batch = shard(pad(whole, bounds[-1] - whole.tokens), bounds, where.sequence)
+    if tensor > 1:
+        placeholders = batch.feature_positions
+        start, stop = even_bounds(len(placeholders), tensor)[where.tensor : where.tensor + 2]
+        batch = replace(batch, placeholder_positions=placeholders, feature_positions=placeholders[start:stop])
+    return batch
 
 
 def _packed(packed: PackedNumpy, micro_batch: MicroBatch, failed: frozenset[int]) -> PackedBatch:

@@ -150,6 +150,10 @@ class Trainer:
             "bubble_fraction": plan.bubble_fraction,
             "peak_memory_bytes": peak_memory_bytes(self._runtime.device),
         }
+        if result.auxiliary_loss:
+            row["auxiliary_loss"] = result.auxiliary_loss
+        if result.reduce_seconds is not None:
+            row["reduce_seconds"] = result.reduce_seconds
         if self._failed:
             row["failed_samples"] = sum(self._failed.values())
         if result.skipped:
@@ -169,6 +173,7 @@ class Trainer:
                 runtime.plan,
                 runtime.rank,
                 runtime.groups.control,
+                runtime.layer_groups.sequence,
             )
         if runtime.rank == 0 and results:
             record = {"step": step, "sets": results}

@@ -20,11 +20,6 @@ def build_plan(llm: LLMMeta, encoders: tuple[EncoderMeta, ...], mesh: Mesh, opti
 
     UserError: more stages than layers, an unknown placement or stage, or nothing to train.
     """
-    for axis in ("sequence", "tensor"):
-        if getattr(mesh, axis) > 1:
-            raise UserError(
-                f"mesh: {axis} parallelism (degree {getattr(mesh, axis)}) is not there yet; use 1"
-            )
     if options.placement not in PLACEMENTS:
         raise UserError(
             f"omni.encoder_parallel.placement {options.placement!r}: use one of {', '.join(PLACEMENTS)}"

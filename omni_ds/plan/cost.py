@@ -39,13 +39,21 @@ class EncoderCost:
     def total(self, item: Item) -> int:
         return sum(self.both(item))
 
+    def whole(self, items: Sequence[Item]) -> int:
+        """Forward and backward of all items."""
+        total = 0
+        for item in items:
+            forward, backward = self.both(item)
+            total += forward + backward
+        return total
+
 
 def encoder_work_per_token(
     encoders: Sequence[EncoderMeta], samples: Sequence[SampleMeta], recompute: bool = False
 ) -> int:
     """Encoder FLOPs, forward and backward, for each token that the LLM sees, on average over `samples`."""
     cost = EncoderCost(encoders, recompute)
-    total = sum(cost.total(item) for sample in samples for item in sample.items)
+    total = sum(cost.whole(sample.items) for sample in samples)
     return total // max(1, sum(sample.tokens for sample in samples))
 
 
@@ -79,12 +87,15 @@ def llm_work(
     *,
     recompute: bool,
     forward_only: bool,
+    lanes: int = 1,
 ) -> LLMWork:
-    """Costs of every stage and micro-batch, averaged over replicas: they run one common program.
+    """Costs of every stage and micro-batch on one rank, averaged over replicas: they run one common program.
+
+    lanes: tensor x sequence ranks that share the work of a stage.
 
     The head counts on the last stage. An embedding look-up costs nothing.
     """
-    count = len(costs)
+    count = len(costs) * lanes
     layer = [sum(cells) // count for cells in zip(*(cost.layer for cost in costs), strict=True)]
     head = [sum(cells) // count for cells in zip(*(cost.head for cost in costs), strict=True)]
     body_factor, head_factor = backward_factor(llm, recompute), 1 + llm.trainable

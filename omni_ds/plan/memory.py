@@ -2,8 +2,8 @@
 
 A trained parameter needs, with bf16 weights: 2 weight + 4 gradient accumulated in fp32 + 4 master + 8 Adam
 moments = 18 bytes; in fp32: 4 weight + 4 gradient + 8 moments = 16. ZeRO-1 splits master and moments over
-the group, ZeRO-2 gradients too, ZeRO-3 everything. The LLM runs ZeRO-1 over the data axis, encoders their
-own stage over the world. A frozen parameter is its weight alone.
+the group, ZeRO-2 gradients too, ZeRO-3 everything. The LLM runs its stage over the data axis, encoders
+theirs over the world. A frozen parameter is its weight alone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def encoder_parameters(plan: Plan, stage: int) -> tuple[int, int]:
 def rank_bytes(plan: Plan, stage: int, sizes: Bytes) -> int:
     """Bytes on a rank of this stage: its part of the LLM and all encoders."""
     mesh = plan.mesh
-    llm = state_bytes(stage_parameters(plan, stage), plan.llm.trainable, 1, mesh.data_degree, sizes)
+    held, zero = stage_parameters(plan, stage), plan.options.llm_zero_stage
+    llm = state_bytes(held, plan.llm.trainable, zero, mesh.data_degree, sizes)
     trained, frozen = encoder_parameters(plan, stage)
     sharers = mesh.data_degree * mesh.tensor if plan.first_stage_only else mesh.world_size
     zero = plan.options.encoder_zero_stage if plan.encoders_trainable else 0

@@ -13,6 +13,7 @@ from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.reshard import Transfer, Window, window_transfers
+from omni_ds.plan.shards import deal_rows, sequence_bounds
 from omni_ds.plan.shares import build_windows
 
 
@@ -21,6 +22,7 @@ class PlanOptions:
     """What the config says about the plan.
 
     placement: "colocated" (encoders on every rank) or "first_stage". encoder_zero_stage: 1, 2 or 3.
+    llm_zero_stage: 0 to 3; 0 for a frozen LLM.
     balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed
     number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
@@ -31,7 +33,9 @@ class PlanOptions:
 
     placement: str = "colocated"
     encoder_zero_stage: int = 2
+    llm_zero_stage: int = 1
     balance_mode: str = "auto"
+    long_short: str | int = "auto"
     max_tokens_per_micro_batch: int = 8192
     micro_batches: int | None = None
     recompute: bool = False
@@ -68,6 +72,12 @@ class Plan:
         return self.options.placement == "first_stage" and self.mesh.pipe > 1 and not self.gathers_encoders
 
     @property
+    def collective_forward(self) -> bool:
+        """A micro-batch's forward is a collective of several replicas (experts, or weights sharded by
+        ZeRO), so that one without samples still takes part."""
+        return self.mesh.expert > 1 or (self.options.llm_zero_stage >= 2 and self.llm.trainable)
+
+    @property
     def encoder_order(self) -> dict[str, int]:
         return {meta.name: i for i, meta in enumerate(self.encoders)}
 
@@ -77,9 +87,10 @@ class ReplicaPlan:
     """One DP replica's step. ranks: its encoder group, by stage. schedule: compute actions by stage.
 
     members[w], passes[w]: micro-batches and passes of a window; parts[w][r]: which of its items ranks[r]
-    encodes (shares.build_windows). live: bound on encoder windows alive on a rank. windows, transfers and
-    lowered actions follow from these and are made when asked for: a process needs those of its own replica
-    and rank.
+    encodes (shares.build_windows). live: bound on encoder windows alive on a rank. sequence, tensor: degrees;
+    collective: forward passes are collectives of several replicas (Plan.collective_forward). windows,
+    transfers and lowered actions follow from these and are made when asked for: a process needs those of its
+    own replica and rank.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -94,6 +105,9 @@ class ReplicaPlan:
     tied: bool
     llm_trainable: bool
     encoders_trainable: bool
+    sequence: int = 1
+    tensor: int = 1
+    collective: bool = False
     _lowered: dict[int, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -102,9 +116,15 @@ class ReplicaPlan:
             self.micro_batches, self.members, self.parts, self.passes, self.ranks, self.encoders
         )
 
+    def bounds(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """Sequence shards of a micro-batch (shards.sequence_bounds)."""
+        return sequence_bounds(micro_batch.tokens, self.sequence, self.collective)
+
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        return tuple(t for window in self.windows for t in window_transfers(window, self.ranks[0]))
+        lanes = self.sequence * self.tensor
+        runs = {mb.index: deal_rows(_spans(mb), self.bounds(mb), self.tensor) for mb in self.micro_batches}
+        return tuple(t for window in self.windows for t in window_transfers(window, self.ranks[:lanes], runs))
 
     @cached_property
     def _routes(self) -> Routes:
@@ -139,7 +159,18 @@ class ReplicaPlan:
             tied=self.tied and last > 0 and stage in (0, last),
             llm_trainable=self.llm_trainable,
             encoders_trainable=self.encoders_trainable,
+            last_window=len(self.members) - 1,
         )
+
+
+def _spans(micro_batch: MicroBatch) -> list[tuple[int, int]]:
+    """(token, length) of a micro-batch's placeholders by rising token."""
+    return sorted(
+        (position + offset, length)
+        for sample, position in zip(micro_batch.samples, micro_batch.cu_seqlens, strict=False)
+        for item in sample.items
+        for offset, length in item.spans
+    )
 
 
 @dataclass(frozen=True)

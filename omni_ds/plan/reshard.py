@@ -2,13 +2,14 @@
 
 The output of a window on a rank is one tensor [rows, hidden]: its items grouped by encoder in config order,
 then by (micro-batch, position, ordinal). A Transfer moves rows of that tensor to packed token positions of
-the micro-batches of the window on a stage-0 rank; `transposed()` is its adjoint, which moves their
+the micro-batches of the window on a rank of stage 0; `transposed()` is its adjoint, which moves their
 gradients back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -114,22 +115,40 @@ def order_share(items: Sequence[PlacedItem], encoder_order: dict[str, int]) -> t
     )
 
 
-def window_transfers(window: Window, destination: int) -> tuple[Transfer, ...]:
-    """One transfer for each rank with items, to the rank that embeds the window's micro-batches.
+def window_transfers(
+    window: Window, first_stage: Sequence[int], runs: Mapping[int, Sequence[tuple[int, int, int]]]
+) -> tuple[Transfer, ...]:
+    """One transfer for each rank with items and each rank of the first stage that needs rows of it.
 
-    A transfer's pieces are sorted by (micro_batch, destination_start); neighbouring runs of rows are merged.
+    first_stage: ranks that embed the window's micro-batches, by lane; runs[micro-batch]: which lane receives
+    which rows (shards.deal_rows). A transfer's pieces are sorted by (micro_batch, destination_start);
+    neighbouring runs of rows are merged.
     """
     transfers = []
     for share in window.shares:
-        pieces: list[Piece] = []
+        pieces: dict[int, list[Piece]] = {}
         start = 0
         for placed in share.items:
             for offset, length in placed.item.spans:
-                pieces.append(Piece(placed.micro_batch, start, placed.position + offset, length))
+                token = placed.position + offset
+                for at, stop, lane in _lanes(runs[placed.micro_batch], token, token + length):
+                    piece = Piece(placed.micro_batch, start + at - token, at, stop - at)
+                    pieces.setdefault(lane, []).append(piece)
                 start += length
-        if pieces:
-            transfers.append(Transfer(window.index, share.rank, destination, pieces=_merged(pieces)))
+        for lane in sorted(pieces):
+            transfers.append(
+                Transfer(window.index, share.rank, first_stage[lane], pieces=_merged(pieces[lane]))
+            )
     return tuple(transfers)
+
+
+def _lanes(runs: Sequence[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of sorted `runs` that lie in [start, stop)."""
+    for position in range(bisect_right(runs, start, key=lambda run: run[1]), len(runs)):
+        low, high, lane = runs[position]
+        if low >= stop:
+            return
+        yield max(low, start), min(high, stop), lane
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from omni_ds.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from omni_ds.plan.actions import COMPUTE, LLM_COMPUTE, RECEIVES, SENDS, Action, Kind
 from omni_ds.plan.graph import CONSUMER, ActionGraph, ScheduleError, build_graph
 from omni_ds.plan.render import order_grid
 from omni_ds.plan.simulate import peak_live
@@ -50,11 +50,13 @@ def plan_graph(plan: Plan, step_plan: StepPlan) -> ActionGraph:
     zero = {rank: group for group in mesh.zero_groups() for rank in group}
     members = [{w.index: w.micro_batches for w in replica.windows} for replica in step_plan.replicas]
     gathers = plan.gathers_encoders
+    # ZeRO-2 reduces in every backward, ZeRO-3 gathers in every forward too.
+    together = (frozenset(), frozenset(), frozenset({Kind.B}), LLM_COMPUTE)[plan.options.llm_zero_stage]
 
     def group(rank: int, action: Action) -> Sequence[int] | None:
         if action.kind in (Kind.ER, Kind.NORM, Kind.STEP):
             return world
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.REDUCE or action.kind in together:
             return zero[rank]
         if action.kind is Kind.TIED:
             c = mesh.coords(rank)
@@ -93,7 +95,9 @@ def check_items(replica: ReplicaPlan) -> None:
 
 
 def check_transfers(replica: ReplicaPlan) -> None:
-    """Every feature row of every share is moved once, to the packed positions of its placeholders."""
+    """Every feature row of every share is moved once, to the packed positions of its placeholders, on the
+    rank of the first stage that holds that part of the sequence."""
+    by_index = {mb.index: replica.bounds(mb) for mb in replica.micro_batches}
     wanted: Counter = Counter()
     for window in replica.windows:
         for share in window.shares:
@@ -107,7 +111,16 @@ def check_transfers(replica: ReplicaPlan) -> None:
                         row += 1
     moved: Counter = Counter()
     for t in replica.transfers:
+        shard = replica.ranks.index(t.destination) // replica.tensor
         for p in t.pieces:
+            bounds = by_index[p.micro_batch]
+            if shard >= replica.sequence or not (
+                bounds[shard] <= p.destination_start and p.destination_start + p.rows <= bounds[shard + 1]
+            ):
+                raise ScheduleError(
+                    f"rows for tokens {p.destination_start} to {p.destination_start + p.rows} of micro-batch "
+                    f"{p.micro_batch} are sent to rank {t.destination}, which does not hold them"
+                )
             for i in range(p.rows):
                 moved[t.window, t.source, p.source_start + i, p.micro_batch, p.destination_start + i] += 1
     if wanted != moved:
@@ -179,6 +192,24 @@ def check_order(rank: int, actions: Sequence[Action], windows: Mapping[int, Sequ
             if a.index <= latest[a.kind]:
                 raise ScheduleError(f"rank {rank} runs {a} out of window order", (rank, i))
             latest[a.kind] = a.index
+    check_reductions(rank, actions)
+
+
+def check_reductions(rank: int, actions: Sequence[Action]) -> None:
+    """Gradients are complete when they are reduced: TIED and REDUCE after the last backward of the LLM, in
+    that order, ER after that of the encoders, and all of them before the norm."""
+    needs = {
+        Kind.TIED: (Kind.B, Kind.I, Kind.W),
+        Kind.REDUCE: (Kind.B, Kind.I, Kind.W, Kind.TIED),
+        Kind.ER: (Kind.EB,),
+        Kind.NORM: (Kind.TIED, Kind.REDUCE, Kind.ER),
+        Kind.STEP: (Kind.NORM,),
+    }
+    last = {a.kind: i for i, a in enumerate(actions)}
+    for i, a in enumerate(actions):
+        for kind in needs.get(a.kind, ()):
+            if last.get(kind, -1) > i:
+                raise ScheduleError(f"rank {rank} runs {a} before {actions[last[kind]]}", (rank, i))
 
 
 def check_local(rank: int, actions: Sequence[Action], replica: ReplicaPlan) -> None:

@@ -82,12 +82,18 @@ def plan_of(
     projectors: bool = True,
     encoders: bool = True,
     layers: int | None = None,
+    sequence: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
     **options,
 ) -> Plan:
     metas = (image_encoder(towers, projectors), audio_encoder(towers, projectors)) if encoders else ()
     options.setdefault("max_tokens_per_micro_batch", 256)
     return build_plan(
-        llm(llm_trainable, layers or max(8, pipe)), metas, Mesh(pipe, data), PlanOptions(**options)
+        llm(llm_trainable, layers or max(8, pipe)),
+        metas,
+        Mesh(pipe, data, sequence, tensor, expert),
+        PlanOptions(**options),
     )
 
 

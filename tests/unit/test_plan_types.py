@@ -66,7 +66,7 @@ def test_transfer_pieces_follow_placeholders_and_merge_neighbours():
     )
     assert [placed.item for placed in items] == [first, second, other]
     window = Window(3, (0, 1), (Share(0, ()), Share(5, items)))
-    (transfer,) = window_transfers(window, destination=0)
+    (transfer,) = window_transfers(window, (0,), {0: ((0, 9, 0),), 1: ((0, 40, 0),)})
     assert (transfer.source, transfer.destination, transfer.rows) == (5, 0, 9)
     pieces = [(p.micro_batch, p.source_start, p.destination_start, p.rows) for p in transfer.pieces]
     # rows 0-3 go to tokens 12-15 and row 4 to 16: one piece; 5-6 skip a token; the other encoder's rows
