@@ -18,6 +18,7 @@ from data.sampler import GlobalBatchSampler
 from data.shared_times import SharedTimes
 from omni_ds.errors import UserError
 from omni_ds.plan.build import Plan, StepPlan, build_step
+from omni_ds.plan.reshard import PlacedItem
 
 __all__ = ["EvalLoader", "PackedNumpy", "StepBatch", "StepLoader"]
 
@@ -28,7 +29,8 @@ class StepBatch:
 
     packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
     float32 tensors (image [3, height, width], audio [n_mels, frames]) of the rank's share, in share order; no
-    entry where it has none. failed: (dataset row, reason), one a row, of media that this rank should have
+    entry where it has none. long_media: window -> the whole media that it encodes slices of (work_of).
+    failed: (dataset row, reason), one a row, of media that this rank should have
     decoded (zeros instead) and of rows of its replica that are no longer what was indexed. plan_seconds: what
     planning the step took.
     """
@@ -38,6 +40,15 @@ class StepBatch:
     media: dict[int, dict[str, list[torch.Tensor]]]
     failed: tuple[Failed, ...]
     plan_seconds: float = 0.0
+    long_media: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+def work_of(step_plan: StepPlan, rank: int, window: int) -> Iterator[PlacedItem]:
+    """What a rank encodes in a window: whole items of its replica, then slices, its own replica's first."""
+    shares = step_plan.shares(rank, window)
+    yield from shares[0][1].whole
+    for _, share in shares:
+        yield from share.slices
 
 
 @dataclass
@@ -45,13 +56,13 @@ class _Wire:
     """A StepBatch on its way out of a worker: all media in one buffer, because every tensor costs a file
     handle.
 
-    layout: (window, encoder, shape) of each medium in the buffer.
+    layout: (window, encoder, shape, sliced) of each medium in the buffer; sliced: for a gang.
     """
 
     step_plan: StepPlan
     packed: dict[int, PackedNumpy]
     buffer: torch.Tensor
-    layout: list[tuple[int, str, tuple[int, ...]]]
+    layout: list[tuple[int, str, tuple[int, ...], bool]]
     failed: tuple[Failed, ...] = field(default=())
     plan_seconds: float = 0.0
 
@@ -61,13 +72,17 @@ class _Wire:
 
     def batch(self) -> StepBatch:
         media: dict[int, dict[str, list[torch.Tensor]]] = {}
+        long_media: dict[int, list[torch.Tensor]] = {}
         start = 0
-        for window, encoder, shape in self.layout:
+        for window, encoder, shape, sliced in self.layout:
             size = int(np.prod(shape))
             value = self.buffer[start : start + size].view(shape)
-            media.setdefault(window, {}).setdefault(encoder, []).append(value)
+            if sliced:
+                long_media.setdefault(window, []).append(value)
+            else:
+                media.setdefault(window, {}).setdefault(encoder, []).append(value)
             start += size
-        return StepBatch(self.step_plan, self.packed, media, self.failed, self.plan_seconds)
+        return StepBatch(self.step_plan, self.packed, media, self.failed, self.plan_seconds, long_media)
 
 
 class _Steps(Dataset, ABC):
@@ -102,7 +117,7 @@ class _Steps(Dataset, ABC):
             failed |= dict(lost)
         layout, values, last = [], [], ((-1, -1), None)
         for window in replica.windows:
-            for placed in self._share(window):
+            for placed in work_of(step_plan, self.rank, window.index):
                 item = placed.item
                 medium = (item.row, item.ordinal)
                 if last[0] != medium:  # parts of one recording follow each other
@@ -113,7 +128,7 @@ class _Steps(Dataset, ABC):
                 value = last[1]
                 if item.start or value.shape[-1] > item.shape[-1]:
                     value = value[..., item.start : item.start + item.shape[-1]]
-                layout.append((window.index, item.encoder, value.shape))
+                layout.append((window.index, item.encoder, value.shape, item.gang > 1))
                 values.append(value.ravel())
         buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))
         return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()), plan_seconds)
@@ -124,10 +139,6 @@ class _Steps(Dataset, ABC):
             return self.dataset.load_media(row, ordinal), None
         except MediaError as error:
             return self.dataset.blank_media(row, ordinal), str(error)
-
-    def _share(self, window):
-        shares = [share for share in window.shares if share.rank == self.rank]
-        return shares[0].items if shares else ()
 
 
 class _TrainingSteps(_Steps):

@@ -8,13 +8,14 @@ values, so that a message in the wrong place stops the emulation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.encoders import ItemSlice
 from models.packed import PackedBatch
 from omni_ds.plan.actions import Action
 from omni_ds.plan.build import Plan, StepPlan
@@ -128,12 +129,18 @@ class EmulatedEncoders:
         self.trainable = plan.encoders_trainable
         inline = plan.options.placement == "first_stage"
         self.ranks = SimpleNamespace(size=plan.mesh.data if inline else plan.mesh.world_size)
-        self._live: dict[int, Tensor] = {}
+        self._live: dict[Hashable, Tensor] = {}
 
     def begin(self, step_plan: StepPlan, duration: Duration) -> None:
         self._duration = duration
-        windows = step_plan.replica_of(self._rank).windows
-        self._tags = {window.index: _share_tags(window.share(self._rank).items) for window in windows}
+        windows = range(len(step_plan.replica_of(self._rank).windows))
+        self._tags: dict[Hashable, Tensor] = {}
+        for window in windows:
+            shares = step_plan.shares(self._rank, window)
+            self._tags[window] = _share_tags(shares[0][1].whole)
+            for data, share in shares:
+                for n, placed in enumerate(share.slices):
+                    self._tags[window, data, n] = _share_tags([placed])
 
     def begin_step(self, backward_windows: Sequence[int]) -> None:
         pass
@@ -151,13 +158,25 @@ class EmulatedEncoders:
         time.sleep(self._duration(self._rank, Action.parse(f"EF{window}")) / 1e9)
         return output
 
-    def backward(self, window: int, gradient: Tensor) -> None:
-        action = Action.parse(f"EB{window}")
+    def forward_slice(
+        self, key: Hashable, name: str, value: Tensor, part: ItemSlice, keep_graph: bool
+    ) -> Tensor:
+        """Its time is part of the window's."""
+        dist.barrier(group=part.group)
+        output = self._tags[key].expand(-1, self._plan.llm.hidden).contiguous()
+        self._live[key] = output
+        return output
+
+    def backward(self, window: Hashable, gradient: Tensor) -> None:
+        """A window's, or of the slice of that key."""
+        of_slice = isinstance(window, tuple)
+        action = Action.parse(f"EB{window[0] if of_slice else window}")
         scale = self.ranks.size / self._plan.mesh.data_degree
         output = self._live.pop(window)
         _check(gradient, -self._tags[window] * scale, action)
         assert gradient.shape == output.shape
-        time.sleep(self._duration(self._rank, action) / 1e9)
+        if not of_slice:
+            time.sleep(self._duration(self._rank, action) / 1e9)
 
     def squared_norm(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64)

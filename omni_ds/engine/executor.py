@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from models.packed import PackedBatch
 from omni_ds.engine.encoder_engine import EncoderEngine
+from omni_ds.engine.encoder_windows import EncoderWindows
 from omni_ds.engine.llm_engine import sum_over_ranks
 from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.engine.reduction_clock import ReductionClock
 from omni_ds.parallel.channel import Channel
-from omni_ds.parallel.feature_reshard import FeatureReshard
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.build import Plan, StepPlan
@@ -36,6 +37,7 @@ class StepInput:
         plan: the step plan.
         batches: micro-batch -> packed tensors on the device.
         media: window -> encoder -> media of this rank's share, in share order.
+        long_media: window -> the media that this rank encodes slices of, in the order of its work.
         target_tokens: of the global batch, failed samples left out.
         measure: take the time of every compute action (on a GPU this waits for the device around each).
     """
@@ -45,6 +47,7 @@ class StepInput:
     media: Mapping[int, Mapping[str, Sequence[Tensor]]]
     target_tokens: int
     measure: bool = False
+    long_media: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,6 +93,7 @@ class StepExecutor:
         device: of this rank.
         clip: gradient clipping by the joint norm; 0 for none.
         after_step: called after the weights changed (learning rate schedules).
+        gangs: size -> the block of neighbours this rank encodes slices of long items with.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class StepExecutor:
         device: torch.device,
         clip: float,
         after_step: Callable[[], None] = lambda: None,
+        gangs: Mapping[int, ProcessGroup] | None = None,
     ):
         self._plan, self._rank = plan, rank
+        self._gangs = gangs or {}
         self._llm, self._encoders = llm, encoders
         self._groups, self._device = groups, device
         self._clip, self._after_step = clip, after_step
@@ -126,10 +132,10 @@ class StepExecutor:
             Kind.RECV_F: lambda a: self._post(self._activations, a),
             Kind.SEND_B: lambda a: self._gradients.send(self._hidden_gradients.pop(a.index), a.peer),
             Kind.RECV_B: lambda a: self._post(self._gradients, a),
-            Kind.SEND_X: self._send_features,
-            Kind.RECV_X: lambda a: self._reshard.post(a.index, a.peer),
-            Kind.SEND_G: lambda a: self._reshard.send_gradient(a.index, a.peer),
-            Kind.RECV_G: lambda a: self._reshard.post_gradient(a.index, a.peer),
+            Kind.SEND_X: lambda a: self._windows.send(a.index, a.peer),
+            Kind.RECV_X: lambda a: self._windows.own.post(a.index, a.peer),
+            Kind.SEND_G: lambda a: self._windows.own.send_gradient(a.index, a.peer),
+            Kind.RECV_G: lambda a: self._windows.post_gradient(a.index, a.peer),
             Kind.TIED: lambda _: self._llm.reduce_tied(),
             Kind.REDUCE: lambda _: self._llm.reduce(),
             Kind.NORM: self._norm,
@@ -141,20 +147,18 @@ class StepExecutor:
         plan = step.plan
         self._input = step
         self._train = not plan.forward_only
-        replica = plan.replica_of(self._rank)
-        self._windows = {window.index: window for window in replica.windows}
-        self._reshard = FeatureReshard(
-            replica.transfers,
+        self._windows = EncoderWindows(
+            self._plan,
+            step,
             self._rank,
+            self._encoders,
+            self._gangs,
             self._features,
             self._feature_gradients,
-            self._plan.llm.hidden,
             self._llm.dtype,
             self._device,
         )
         self._live: dict[int, _Live] = {}
-        # Window -> its output on this rank and how many messages of it are still to be sent.
-        self._outputs: dict[int, tuple[Tensor, int]] = {}
         self._hidden_gradients: dict[int, Tensor] = {}
         self._losses: list[Tensor] = []
         self._auxiliary: list[Tensor] = []
@@ -162,8 +166,9 @@ class StepExecutor:
         self._reductions = ReductionClock(self._device, step.measure)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
-        backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
-        self._encoders.begin_step([window.index for window in backward if window.passes])
+        passes = plan.replica_of(self._rank).passes
+        backward = [action.index for action in actions if action.kind is Kind.EB]
+        self._encoders.begin_step([window for window in backward if passes[window]])
         self._set_mode(self._train)
         with torch.set_grad_enabled(self._train):
             self._llm.run(actions, plan.micro_batches, self._timed)
@@ -177,7 +182,12 @@ class StepExecutor:
         self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
         result = self._result
-        del self._input, self._reshard, self._result  # nothing of a step lives while the next one is prepared
+        del (
+            self._input,
+            self._reshard,
+            self._reshards,
+            self._result,
+        )  # nothing of a step lives while the next one is prepared
         return result
 
     def _set_mode(self, train: bool) -> None:
@@ -221,7 +231,7 @@ class StepExecutor:
         if self._stage > 0:
             hidden = self._activations.wait(index).requires_grad_(self._train)
         else:
-            features = self._reshard.features_of(index)
+            features = self._windows.own.features_of(index)
             if features is not None:
                 features.requires_grad_(self._train and self._encoders.trainable)
                 batch = replace(batch, features=features)
@@ -260,36 +270,17 @@ class StepExecutor:
         if live.hidden is not None:
             self._hidden_gradients[index] = live.hidden if empty else live.hidden.grad
         if live.features is not None and live.features.requires_grad:
-            self._reshard.store_gradient(index, live.features.grad)
+            self._windows.own.store_gradient(index, live.features.grad)
 
     def _encoder_forward(self, action: Action) -> None:
-        window = self._windows[action.index]
-        share = window.share(self._rank)
-        rows: dict[str, int] = {}
-        for placed in share.items:
-            rows[placed.item.encoder] = rows.get(placed.item.encoder, 0) + placed.item.rows
-        media = self._input.media.get(window.index, {})
         with self._clock(action):
-            output = self._encoders.forward(window.index, media, rows, window.passes, keep_graph=self._train)
-        assert output.shape[0] == share.rows, (
-            f"window {window.index}: encoders made {output.shape[0]} rows, the plan says {share.rows}"
-        )
-        self._reshard.keep_local(window.index, output)
-        if self._reshard.receivers(window.index):
-            self._outputs[window.index] = (output, self._reshard.receivers(window.index))
-
-    def _send_features(self, action: Action) -> None:
-        output, left = self._outputs.pop(action.index)
-        self._reshard.send(action.index, action.peer, output)
-        if left > 1:  # the output is needed no longer than its last message
-            self._outputs[action.index] = (output, left - 1)
+            outputs = self._windows.forward(action.index, keep_graph=self._train)
+        self._windows.keep(action.index, outputs)
 
     def _encoder_backward(self, action: Action) -> None:
-        rows = self._windows[action.index].share(self._rank).rows
-        gradient = self._reshard.gradient_of(action.index, rows)
-        scale = self._encoders.ranks.size / self._plan.mesh.data_degree
+        gradients = self._windows.gradients(action.index)
         with self._clock(action):
-            self._encoders.backward(action.index, gradient * scale)
+            self._windows.backward(action.index, gradients)
 
     def _norm(self, _: Action) -> None:
         squared = self._llm.squared_norm() + self._encoders.squared_norm()

@@ -32,7 +32,7 @@ from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
 from omni_ds.parallel.expert import register_expert_groups
 from omni_ds.parallel.groups import ProcessGroups
-from omni_ds.parallel.layer_groups import LayerGroups
+from omni_ds.parallel.layer_groups import LayerGroups, create_gangs
 from omni_ds.plan.build import Plan
 
 
@@ -107,6 +107,7 @@ def build_runtime(
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
     register_expert_groups(layer_groups)
+    gangs = create_gangs(plan.mesh, plan.largest_gang, TIMEOUT) if plan.encoders else {}
     module = _llm_module(config, composition, plan, layer_groups)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
@@ -127,7 +128,15 @@ def build_runtime(
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
     schedules = Schedules(config, [inner_optimizer(engine.optimizer) for engine in engines])
     executor = StepExecutor(
-        plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
+        plan,
+        rank,
+        llm,
+        encoder_engine,
+        groups,
+        device,
+        config.gradient_clipping,
+        after_step=schedules.step,
+        gangs=gangs,
     )
     runtime = Runtime(
         plan,

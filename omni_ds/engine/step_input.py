@@ -52,6 +52,7 @@ def prepare(
         media=batch.media,
         target_tokens=plan.target_tokens - lost,
         measure=measure,
+        long_media=batch.long_media,
     )
 
 

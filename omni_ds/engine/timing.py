@@ -87,12 +87,12 @@ class Timing:
             lengths = replica.micro_batches[action.index].lengths
             sizes = (sum(lengths), sum(n * n for n in lengths))
             return Observation(llm_key(action.kind.value, self._stage), sizes, nanoseconds)
-        share = next(w for w in replica.windows if w.index == action.index).share(self._rank)
         found = {meta.name: [0, 0] for meta in self._plan.encoders}
-        for placed in share.items:
-            entry = found[placed.item.encoder]
-            entry[0] += sum(placed.item.segments)
-            entry[1] += sum(n * n for n in placed.item.segments)
+        for _, share in plan.shares(self._rank, action.index):
+            for placed in share.items:
+                tokens, squares = placed.item.sizes
+                found[placed.item.encoder][0] += tokens
+                found[placed.item.encoder][1] += squares
         return Observation(
             action.kind.value, tuple(size for entry in found.values() for size in entry), nanoseconds
         )

@@ -65,3 +65,18 @@ def even_part(total: int, group: ProcessGroup | None) -> tuple[int, int]:
 
 
 ALONE = LayerGroups()
+
+
+def create_gangs(mesh: Mesh, largest: int, timeout: timedelta) -> dict[int, ProcessGroup]:
+    """Size (2, 4, ... ``largest``) -> this rank's aligned block of neighbours of its stage, which encode
+    slices of long items together; no entry where it is in no whole block. Collective over the world."""
+    me, width, gangs, size = dist.get_rank(), mesh.data * mesh.lanes, {}, 2
+    while size <= largest:
+        start = me % width // size * size
+        if start + size <= width:
+            first = me - me % width + start
+            gangs[size] = dist.new_group(
+                list(range(first, first + size)), timeout=timeout, use_local_synchronization=True
+            )
+        size *= 2
+    return gangs

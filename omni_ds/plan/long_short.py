@@ -1,14 +1,19 @@
-"""Long media in parts: a recording is cut between its windows, which do not attend to each other.
+"""Long media in parts, so that none of them holds up the other ranks.
 
-A part is an item of its own, of the same row and ordinal, that starts at a later window; whoever encodes it
-reads its frames alone. Nothing is computed twice and nothing is exchanged, so that the only reason to keep a
-clip whole is that it is small beside what a rank encodes in a step.
+A recording is cut between its windows, which do not attend to each other. A part is an item of its own, of
+the same row and ordinal, that starts at a later window; whoever encodes it reads its frames alone. Nothing is
+computed twice and nothing is exchanged, so that the only reason to keep a clip whole is that it is small
+beside what a rank encodes in a step.
+
+An image attends to all of itself. One that would take a rank longer than a fair share of the step is cut into
+slices for a gang of 2, 4 or 8 ranks, which encode it together with Ulysses sequence parallelism (gangs.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from omni_ds.plan.cost import EncoderCost
 from omni_ds.plan.encoder_meta import EncoderMeta
@@ -50,6 +55,60 @@ def split_recordings(
         if not any(item.encoder in cuttable for item in sample.items)
         else replace(sample, items=tuple(part for item in sample.items for part in parts(item)))
         for sample in samples
+    )
+
+
+def split_images(
+    samples: Sequence[SampleMeta], cost: EncoderCost, ranks: int, long_short: str | int, most: int
+) -> tuple[SampleMeta, ...]:
+    """Samples with long images in slices for gangs of at most `most` ranks, a power of two.
+
+    long_short: "off": none; a number: images of more tokens than that, into slices of at most as many;
+    "auto": images that cost more than a fair share and a half, so that a slice costs at most a fair share of
+    what each of the `ranks` encodes in the step.
+    """
+    sliceable = {name: meta for name, meta in cost.metas.items() if meta.family == "vit"}
+    if long_short == "off" or most < 2 or not sliceable:
+        return tuple(samples)
+    fair = 0
+    if long_short == "auto":
+        fair = sum(cost.total(item) for sample in samples for item in sample.items) // ranks
+
+    def slices(item: Item) -> tuple[Item, ...]:
+        if item.encoder not in sliceable:
+            return (item,)
+        if long_short == "auto":
+            size, fits = cost.total(item), fair
+            long = 2 * size > 3 * fair
+        else:
+            size, fits = sum(item.segments), long_short
+            long = size > fits
+        gang = 1
+        while long and gang < most and size > gang * fits:
+            gang *= 2
+        while gang > 1 and sliceable[item.encoder].slices(item.shape, gang) is None:
+            gang //= 2
+        return (item,) if gang == 1 else slice_item(sliceable[item.encoder], item, gang)
+
+    def cut(sample: SampleMeta) -> SampleMeta:
+        items = tuple(part for item in sample.items for part in slices(item))
+        return sample if len(items) == len(sample.items) else replace(sample, items=items)
+
+    return tuple([cut(sample) if sample.items else sample for sample in samples])
+
+
+def slice_item(meta: EncoderMeta, item: Item, ranks: int) -> tuple[Item, ...]:
+    """Slices of an image for a gang."""
+    _, rows = meta.slices(item.shape, ranks)
+    return tuple(
+        replace(
+            item,
+            rows=stop - start,
+            spans=cut_spans(item.spans, start, stop - start),
+            gang=ranks,
+            slice=index,
+        )
+        for index, (start, stop) in enumerate(pairwise(rows))
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from omni_ds.plan.actions import SENDS, Action, Kind
 from omni_ds.plan.reshard import Transfer, Window
@@ -53,11 +54,19 @@ class Routes:
 
 
 def add_messages(
-    compute: Sequence[Action], rank: int, neighbours: Neighbours, routes: Routes, *, gradients: bool
+    compute: Sequence[Action],
+    rank: int,
+    neighbours: Neighbours,
+    routes: Routes,
+    *,
+    gradients: bool,
+    hosted: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[Action, ...]:
     """Insert the point-to-point messages of one rank. gradients: feature gradients travel back to the
-    encoders."""
-    outgoing = routes.outgoing.get(rank, {})
+    encoders. hosted: window -> ranks of other replicas that it encodes for."""
+    outgoing = dict(routes.outgoing.get(rank, {}))
+    for window, ranks in hosted.items():
+        outgoing[window] = (*outgoing.get(window, ()), *ranks)
     incoming = routes.incoming.get(rank, {})
     returning = routes.returning.get(rank, {}) if gradients else {}
     before, after = neighbours.previous, neighbours.next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,10 +10,11 @@ from omni_ds.plan.actions import Action
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.fill import Schedule
+from omni_ds.plan.gangs import largest_gang
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
 from omni_ds.plan.mesh import Mesh
-from omni_ds.plan.reshard import Transfer, Window, window_transfers
+from omni_ds.plan.reshard import Share, Transfer, Window, window_transfers
 from omni_ds.plan.shards import deal_rows, sequence_bounds
 from omni_ds.plan.shares import build_windows
 
@@ -37,6 +39,7 @@ class PlanOptions:
     balance_mode: str = "auto"
     long_short: str | int = "auto"
     group_size: int | None = None
+    max_sp: int = 8
     max_tokens_per_micro_batch: int = 8192
     micro_batches: int | None = None
     recompute: bool = False
@@ -83,6 +86,16 @@ class Plan:
         """DP replicas of a reorder group: samples are exchanged inside it."""
         return self.options.group_size or self.mesh.data
 
+    @cached_property
+    def largest_gang(self) -> int:
+        """Ranks that may encode an image together; 1: none. Not where every pass is a collective of the world
+        anyway (ZeRO-3), nor in the baseline of encoders on the first stage."""
+        if self.options.long_short == "off" or self.gathers_encoders:
+            return 1
+        if self.options.placement != "colocated":
+            return 1
+        return largest_gang(self.mesh, self.reorder_replicas, self.options.max_sp)
+
     @property
     def encoder_order(self) -> dict[str, int]:
         return {meta.name: i for i, meta in enumerate(self.encoders)}
@@ -93,10 +106,10 @@ class ReplicaPlan:
     """One DP replica's step. ranks: its encoder group, by stage. schedule: compute actions by stage.
 
     members[w], passes[w]: micro-batches and passes of a window; parts[w][r]: which of its items ranks[r]
-    encodes (shares.build_windows). live: bound on encoder windows alive on a rank. sequence, tensor: degrees;
-    collective: forward passes are collectives of several replicas (Plan.collective_forward). windows,
-    transfers and lowered actions follow from these and are made when asked for: a process needs those of its
-    own replica and rank.
+    encodes (shares.build_windows); guests[w]: (rank, item) of slices that ranks of other replicas encode.
+    live: bound on encoder windows alive on a rank. sequence, tensor: degrees; collective: forward passes are
+    collectives of several replicas (Plan.collective_forward). windows, transfers and lowered actions follow
+    from these and are made when asked for: a process needs those of its own replica and rank.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -114,12 +127,19 @@ class ReplicaPlan:
     sequence: int = 1
     tensor: int = 1
     collective: bool = False
+    guests: tuple[tuple[tuple[int, int], ...], ...] = ()
     _lowered: dict[int, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
         return build_windows(
-            self.micro_batches, self.members, self.parts, self.passes, self.ranks, self.encoders
+            self.micro_batches,
+            self.members,
+            self.parts,
+            self.passes,
+            self.ranks,
+            self.encoders,
+            self.guests,
         )
 
     def bounds(self, micro_batch: MicroBatch) -> tuple[int, ...]:
@@ -136,17 +156,17 @@ class ReplicaPlan:
     def _routes(self) -> Routes:
         return Routes.of(self.windows, self.transfers)
 
-    @property
-    def actions(self) -> dict[int, tuple[Action, ...]]:
-        """All ranks of the replica, lowered."""
-        return {rank: self.rank_actions(rank) for rank in self.ranks}
-
-    def rank_actions(self, rank: int) -> tuple[Action, ...]:
+    def rank_actions(self, rank: int, hosted: Mapping[int, Sequence[int]]) -> tuple[Action, ...]:
+        """Lowered. hosted: window -> ranks of other replicas that need what this one encodes for them."""
         if rank not in self._lowered:
-            self._lowered[rank] = self._lower(rank)
+            self._lowered[rank] = self._lower(rank, hosted)
         return self._lowered[rank]
 
-    def _lower(self, rank: int) -> tuple[Action, ...]:
+    def outgoing(self, rank: int) -> Mapping[int, Sequence[int]]:
+        """Window -> ranks of this replica that need rows which `rank`, here or elsewhere, encodes."""
+        return self._routes.outgoing.get(rank, {})
+
+    def _lower(self, rank: int, hosted: Mapping[int, Sequence[int]]) -> tuple[Action, ...]:
         lanes = len(self.ranks) // len(self.schedule.stages)
         stage, lane = divmod(self.ranks.index(rank), lanes)
         last = len(self.schedule.stages) - 1
@@ -156,7 +176,7 @@ class ReplicaPlan:
         )
         gradients = self.encoders_trainable and not self.forward_only
         actions = add_messages(
-            self.schedule.stages[stage], rank, neighbours, self._routes, gradients=gradients
+            self.schedule.stages[stage], rank, neighbours, self._routes, gradients=gradients, hosted=hosted
         )
         if self.forward_only:
             return actions
@@ -203,5 +223,33 @@ class StepPlan:
     def replica_of(self, rank: int) -> ReplicaPlan:
         return self.replicas[self.mesh.coords(rank).data]
 
+    @cached_property
+    def _hosts(self) -> dict[int, tuple[int, ...]]:
+        """Rank -> other replicas that it encodes slices for."""
+        found: dict[int, set[int]] = {}
+        for data, replica in enumerate(self.replicas):
+            for window in replica.guests:
+                for rank, _ in window:
+                    found.setdefault(rank, set()).add(data)
+        return {rank: tuple(sorted(replicas)) for rank, replicas in found.items()}
+
+    def hosted(self, rank: int) -> tuple[int, ...]:
+        """Other replicas that a rank encodes slices for."""
+        return self._hosts.get(rank, ())
+
+    def shares(self, rank: int, window: int) -> tuple[tuple[int, Share], ...]:
+        """What a rank encodes in a window: (replica, share), its own replica's first, if empty too."""
+        own = self.mesh.coords(rank).data
+        found = [(own, self.replicas[own].windows[window].share(rank))]
+        for data in self.hosted(rank):
+            share = self.replicas[data].windows[window].find(rank)
+            if share is not None:
+                found.append((data, share))
+        return tuple(found)
+
     def actions(self, rank: int) -> tuple[Action, ...]:
-        return self.replica_of(rank).rank_actions(rank)
+        hosted: dict[int, tuple[int, ...]] = {}
+        for data in self.hosted(rank):
+            for window, ranks in self.replicas[data].outgoing(rank).items():
+                hosted[window] = (*hosted.get(window, ()), *ranks)
+        return self.replica_of(rank).rank_actions(rank, hosted)

@@ -38,9 +38,9 @@ class StepCosts:
         return (work.forward if action.kind is Kind.F else work.backward)[coords.pipe][action.index]
 
     def _window(self, rank: int, action: Action) -> int:
-        share = self._step.replica_of(rank).windows[action.index].share(rank)
+        shares = self._step.shares(rank, action.index)
         half = 0 if action.kind is Kind.EF else 1
-        return sum(self._encoder.both(placed.item)[half] for placed in share.items)
+        return sum(self._encoder.both(placed.item)[half] for _, share in shares for placed in share.items)
 
 
 def _llm(plan: Plan, step_plan: StepPlan, data: int) -> LLMWork:
@@ -50,21 +50,28 @@ def _llm(plan: Plan, step_plan: StepPlan, data: int) -> LLMWork:
         [LLMCost.of(plan.llm, step_plan.replicas[data].micro_batches)],
         recompute=plan.options.recompute,
         forward_only=step_plan.forward_only,
+        lanes=plan.mesh.lanes,
     )
 
 
 def message_rows(step_plan: StepPlan) -> Callable[[int, Action], int]:
     """(rank, send action) -> rows of the message, each as wide as the LLM's hidden states."""
-    features = [{(t.window, t.source): t.rows for t in replica.transfers} for replica in step_plan.replicas]
+    features = {
+        (t.window, t.source, t.destination): t.rows
+        for replica in step_plan.replicas
+        for t in replica.transfers
+    }
 
     def rows(rank: int, action: Action) -> int:
         assert action.kind in SENDS, action
-        data = step_plan.mesh.coords(rank).data
         if action.kind is Kind.SEND_X:
-            return features[data][action.index, rank]
+            return features[action.index, rank, action.peer]
         if action.kind is Kind.SEND_G:  # back to where the features came from
-            return features[data][action.index, action.peer]
-        return step_plan.replicas[data].micro_batches[action.index].tokens
+            return features[action.index, action.peer, rank]
+        where = step_plan.mesh.coords(rank)
+        replica = step_plan.replicas[where.data]
+        bounds = replica.bounds(replica.micro_batches[action.index])
+        return bounds[where.sequence + 1] - bounds[where.sequence]
 
     return rows
 

@@ -36,10 +36,21 @@ class Share:
     def rows(self) -> int:
         return sum(placed.item.rows for placed in self.items)
 
+    @cached_property
+    def whole(self) -> tuple[PlacedItem, ...]:
+        """Items that the rank encodes by itself."""
+        return tuple(placed for placed in self.items if placed.item.gang == 1)
+
+    @cached_property
+    def slices(self) -> tuple[PlacedItem, ...]:
+        """Slices of items that a gang encodes together."""
+        return self.items[len(self.whole) :]
+
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive micro-batches encoded together; one share for each rank of the encoder group, in its order.
+    """Consecutive micro-batches encoded together; one share for each rank of the encoder group, in its order,
+    and behind them those of guests (gangs.py).
 
     passes: encoders that every rank must run (at least once) in this window even when its share holds none of
     their items; the executor then runs a minimal pass with zero gradient. Under encoder ZeRO-3 these are all
@@ -53,10 +64,16 @@ class Window:
     passes: tuple[str, ...] = ()
 
     def share(self, rank: int) -> Share:
+        share = self.find(rank)
+        if share is not None:
+            return share
+        raise KeyError(f"rank {rank} is not in the encoder group of window {self.index}")
+
+    def find(self, rank: int) -> Share | None:
         for share in self.shares:
             if share.rank == rank:
                 return share
-        raise KeyError(f"rank {rank} is not in the encoder group of window {self.index}")
+        return None
 
     @property
     def empty(self) -> bool:
@@ -107,10 +124,18 @@ class Transfer:
 
 
 def order_share(items: Sequence[PlacedItem], encoder_order: dict[str, int]) -> tuple[PlacedItem, ...]:
-    """Items in the order of the output rows: encoder (config order), micro-batch, position, ordinal."""
+    """Items in the order of the output rows: encoder (config order), micro-batch, position, ordinal; slices
+    of long items behind them."""
     return tuple(
         sorted(
-            items, key=lambda p: (encoder_order[p.item.encoder], p.micro_batch, p.position, p.item.ordinal)
+            items,
+            key=lambda p: (
+                p.item.gang > 1,
+                encoder_order[p.item.encoder],
+                p.micro_batch,
+                p.position,
+                p.item.ordinal,
+            ),
         )
     )
 

@@ -101,6 +101,7 @@ def _share_sizes(
     found = {meta.name: [0, 0] for meta in plan.encoders}
     for index in part:
         entry = found[items[index].encoder]
-        entry[0] += sum(items[index].segments)
-        entry[1] += sum(n * n for n in items[index].segments)
+        tokens, squares = items[index].sizes
+        entry[0] += tokens
+        entry[1] += squares
     return tuple(size for entry in found.values() for size in entry)

@@ -17,7 +17,8 @@ class Item:
     audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
     rows: feature rows the LLM receives. spans: where they go, (offset in the sample's tokens, length) each;
     the lengths add up to rows. start: where it begins in the medium, in mel frames; more than 0 for a later
-    part of a long recording (long_short.py).
+    part of a long recording. gang: number of ranks that encode the medium together, of which this is slice
+    `slice`: then rows and spans are those of the slice, all else of the whole (long_short.py).
     """
 
     row: int
@@ -28,6 +29,13 @@ class Item:
     rows: int
     spans: tuple[tuple[int, int], ...]
     start: int = 0
+    gang: int = 1
+    slice: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Encoder tokens, and their squares summed over segments, that fall to whoever encodes this."""
+        return sum(self.segments) // self.gang, sum([n * n for n in self.segments]) // self.gang
 
 
 @dataclass(frozen=True)

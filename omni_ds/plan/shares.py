@@ -9,6 +9,8 @@ from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.partition import karmarkar_karp
 from omni_ds.plan.reshard import PlacedItem, Share, Window, order_share
 
+Dealt = tuple[tuple[int, ...], ...]  # [rank]: indices of a window's items
+
 FEW_RANKS = 32  # up to which looking through all ranks is faster than a heap
 
 
@@ -34,18 +36,21 @@ def deal_windows(
     rooms: Sequence[Sequence[int]] | None = None,
     *,
     exact: bool = True,
-) -> list[tuple[tuple[int, ...], ...]]:
+    loads: Sequence[Sequence[int]] | None = None,
+) -> list[Dealt]:
     """Indices of each window's items for each rank: [window][rank].
 
     costs[w]: of its items. rooms[w]: how the ranks should divide the window, in any unit; None for evenly.
-    exact: as in karmarkar_karp. What a rank got too much or too little of is carried over to the next
-    window: with few or very unequal items single windows cannot be even, and ranks run ahead of each other
-    by several windows.
+    exact: as in karmarkar_karp. loads[w]: what each rank has to do in the window already. What a rank got too
+    much or too little of is carried over to the next window: with few or very unequal items single windows
+    cannot be even, and ranks run ahead of each other by several windows.
     """
     carry = [0] * ranks
     result = []
     for w, window in enumerate(costs):
         total = sum(window)
+        if loads is not None:
+            total += sum(loads[w])
         if not total:
             result.append(((),) * ranks)
             continue
@@ -55,6 +60,12 @@ def deal_windows(
             room = [each + c for c in carry]
         else:
             room = [part * total // parts + c for part, c in zip(rooms[w], carry, strict=True)]
+        if loads is not None:
+            room = [r - load for r, load in zip(room, loads[w], strict=True)]
+        if not window:
+            result.append(((),) * ranks)
+            carry = room
+            continue
         if ranks <= FEW_RANKS and (not exact or len(window) <= ranks):
             dealt = _largest_first(window, room)
             carry = room
@@ -84,9 +95,11 @@ def build_windows(
     passes: Sequence[tuple[str, ...]],
     ranks: Sequence[int],
     encoders: Sequence[str],
+    guests: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> tuple[Window, ...]:
     """Windows with shares of placed items. parts[w][r]: which of the window's items rank ranks[r] encodes,
-    counted in the order micro-batch, sample, ordinal."""
+    counted in the order micro-batch, sample, ordinal. guests[w]: (rank, item) of slices on other replicas'
+    ranks, whose shares follow."""
     order = {name: i for i, name in enumerate(encoders)}
     nothing = [Share(rank, ()) for rank in ranks]
     windows = []
@@ -96,5 +109,10 @@ def build_windows(
             Share(empty.rank, order_share([items[i] for i in part], order)) if part else empty
             for empty, part in zip(nothing, parts[w], strict=True)
         )
+        if guests and guests[w]:
+            elsewhere: dict[int, list[PlacedItem]] = {}
+            for rank, i in guests[w]:
+                elsewhere.setdefault(rank, []).append(items[i])
+            shares += tuple(Share(rank, order_share(elsewhere[rank], order)) for rank in sorted(elsewhere))
         windows.append(Window(w, tuple(window), shares, passes[w]))
     return tuple(windows)

@@ -15,7 +15,7 @@ from itertools import chain
 from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
-from omni_ds.plan.long_short import split_recordings
+from omni_ds.plan.long_short import split_images, split_recordings
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
 from omni_ds.plan.retime import retime
 from omni_ds.plan.sample import SampleMeta
@@ -41,7 +41,9 @@ def build_step(
     number of micro-batches cannot hold the batch.
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
-    samples = split_recordings(samples, cost, plan.mesh.world_size, plan.options.long_short)
+    ranks, long_short = plan.mesh.world_size, plan.options.long_short
+    samples = split_recordings(samples, cost, ranks, long_short)
+    samples = split_images(samples, cost, ranks, long_short, plan.largest_gang)
     bins = _micro_batches(plan, samples, cost, forward_only)
     llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
     llm = llm_work(
@@ -72,8 +74,11 @@ def build_step(
             sequence=plan.mesh.sequence,
             tensor=plan.mesh.tensor,
             collective=plan.collective_forward,
+            guests=woven.guests[data] if woven.guests else (),
         )
-        for micro_batches, parts, ranks in zip(bins, woven.parts, plan.mesh.encoder_groups(), strict=True)
+        for data, (micro_batches, parts, ranks) in enumerate(
+            zip(bins, woven.parts, plan.mesh.encoder_groups(), strict=True)
+        )
     )
     return StepPlan(
         mesh=plan.mesh,
@@ -135,6 +140,7 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
         list(chain.from_iterable([item.shape for item in items])),
         list(map(len, parts)),
         list(chain.from_iterable(parts)),
+        [number for replica in replicas for window in replica.guests for guest in window for number in guest],
         list(map(len, actions)),
         [_CODE[action.kind] << 32 | action.index for action in chain.from_iterable(actions)],
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omni_ds.plan.actions import COMPUTE, LLM_COMPUTE, RECEIVES, SENDS, Action, Kind
+from omni_ds.plan.gangs import check_gangs, window_gangs
 from omni_ds.plan.graph import CONSUMER, ActionGraph, ScheduleError, build_graph
 from omni_ds.plan.render import order_grid
 from omni_ds.plan.simulate import peak_live
@@ -52,18 +53,34 @@ def plan_graph(plan: Plan, step_plan: StepPlan) -> ActionGraph:
     gathers = plan.gathers_encoders
     # ZeRO-2 reduces in every backward, ZeRO-3 gathers in every forward too.
     together = (frozenset(), frozenset(), frozenset({Kind.B}), LLM_COMPUTE)[plan.options.llm_zero_stage]
+    if mesh.expert > 1:
+        together = LLM_COMPUTE
+    stages = [
+        tuple(range(p * len(world) // mesh.pipe, (p + 1) * len(world) // mesh.pipe)) for p in range(mesh.pipe)
+    ]
+    lanes = {
+        rank: group[p * mesh.lanes : (p + 1) * mesh.lanes]
+        for group in mesh.encoder_groups()
+        for p in range(mesh.pipe)
+        for rank in group[p * mesh.lanes : (p + 1) * mesh.lanes]
+    }
+    gangs = {rank: window_gangs(step_plan, rank) for rank in world} if plan.largest_gang > 1 else {}
 
     def group(rank: int, action: Action) -> Sequence[int] | None:
         if action.kind in (Kind.ER, Kind.NORM, Kind.STEP):
             return world
-        if action.kind is Kind.REDUCE or action.kind in together:
+        if action.kind is Kind.REDUCE:
             return zero[rank]
+        if action.kind in together:
+            return stages[mesh.coords(rank).pipe]
+        if action.kind in LLM_COMPUTE:  # tensor and sequence ranks
+            return lanes[rank]
         if action.kind is Kind.TIED:
             c = mesh.coords(rank)
             ends = (0, mesh.pipe - 1)
             return [mesh.rank(pipe=p, data=c.data, sequence=c.sequence, tensor=c.tensor) for p in ends]
-        if gathers and action.kind in (Kind.EF, Kind.EB):
-            return world
+        if action.kind in (Kind.EF, Kind.EB):
+            return world if gathers else gangs.get(rank, {}).get(action.index)
         return None
 
     programs = {rank: step_plan.actions(rank) for rank in world}
@@ -77,6 +94,7 @@ def check_items(replica: ReplicaPlan) -> None:
     for micro_batch in replica.micro_batches:
         for sample, position in zip(micro_batch.samples, micro_batch.cu_seqlens, strict=False):
             wanted.update((item, micro_batch.index, position) for item in sample.items)
+    check_gangs(replica)
     planned: Counter = Counter()
     for window in replica.windows:
         for share in window.shares:
@@ -151,7 +169,11 @@ def check_counts(plan: Plan, step_plan: StepPlan, rank: int, actions: Sequence[A
             )
     forwards = {a.index for a in actions if a.kind is Kind.EF}
     backwards = {a.index for a in actions if a.kind is Kind.EB}
-    needed = {w.index for w in step_plan.replica_of(rank).windows if w.share(rank).items or w.passes}
+    needed = {
+        w.index
+        for w in step_plan.replica_of(rank).windows
+        if w.passes or any(share.items for _, share in step_plan.shares(rank, w.index))
+    }
     if needed - forwards:
         raise ScheduleError(f"rank {rank} never encodes window {min(needed - forwards)}")
     expected = forwards if training and plan.encoders_trainable else set()

@@ -10,6 +10,7 @@ from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.capacity import share_targets
 from omni_ds.plan.cost import EncoderCost
 from omni_ds.plan.fill import EncoderWork, Schedule, shorter_schedule
+from omni_ds.plan.gangs import Guest, deal_with_gangs, hosted_slices
 from omni_ds.plan.plan import Plan
 from omni_ds.plan.schedule import first_stage, joint, uniform
 from omni_ds.plan.shares import cut_windows, deal_windows
@@ -42,12 +43,13 @@ Parts = tuple[tuple[tuple[int, ...], ...], ...]  # [window][rank]: indices of th
 
 @dataclass(frozen=True)
 class Woven:
-    """parts[replica]: who encodes what. loads[replica][rank]: encoder FLOPs of the step. work: of the windows
-    in which anything runs."""
+    """parts[replica]: who encodes what; guests[replica]: slices on ranks of others. loads[replica][rank]:
+    encoder FLOPs of the step. work: of the windows in which anything runs."""
 
     members: tuple[tuple[int, ...], ...]
     passes: tuple[tuple[str, ...], ...]
     parts: tuple[Parts, ...]
+    guests: tuple[tuple[tuple[Guest, ...], ...], ...]
     loads: tuple[tuple[int, ...], ...]
     work: EncoderWork
     schedule: Schedule
@@ -55,12 +57,14 @@ class Woven:
 
 @dataclass(frozen=True)
 class Costs:
-    """forward, backward [replica][micro-batch][item]: FLOPs; both: their sum, coarser, for dealing."""
+    """forward, backward [replica][micro-batch][item]: FLOPs; both: their sum, coarser, for dealing; gangs:
+    Item.gang, None when nothing is sliced."""
 
     forward: Table
     backward: Table
     both: Table
     replicas: Sequence[Sequence[MicroBatch]]
+    gangs: Table | None
 
     @classmethod
     def of(cls, replicas: Sequence[Sequence[MicroBatch]], cost: EncoderCost) -> Costs:
@@ -77,7 +81,12 @@ class Costs:
             [[1 + (x + y >> shift) for x, y in zip(*mb, strict=True)] for mb in zip(*replica, strict=True)]
             for replica in zip(forward, backward, strict=True)
         ]
-        return cls(forward, backward, both, replicas)
+        gangs = [
+            [[item.gang for sample in mb.samples for item in sample.items] for mb in micro_batches]
+            for micro_batches in replicas
+        ]
+        sliced = any(gang > 1 for replica in gangs for mb in replica for gang in mb)
+        return cls(forward, backward, both, replicas, gangs if sliced else None)
 
     def windows(self, table: Table, members: Sequence[Sequence[int]]) -> Table:
         """One of the tables as [replica][window][item]."""
@@ -103,7 +112,7 @@ def weave(
     if not plan.encoders:
         nothing = ((),) * len(replicas)
         work = EncoderWork((), ())
-        return Woven((), (), nothing, nothing, work, joint(llm, work))
+        return Woven((), (), nothing, nothing, nothing, work, joint(llm, work))
     if plan.options.placement == "first_stage":
         return _first_stage(plan, llm, costs, training)
     return _colocated(plan, llm, costs, training)
@@ -127,15 +136,18 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
                 [(part << ROOM_BITS) // max(1, sum(row)) for part in row for _ in range(lanes)]
                 for row in rooms
             ]
-        parts = [
-            tuple(deal_windows(both, llm.stages * lanes, rooms, exact=exact))
-            for both in costs.windows(costs.both, members)
-        ]
+        windows, guests = costs.windows(costs.both, members), ()
+        if costs.gangs is None:
+            parts = [tuple(deal_windows(both, llm.stages * lanes, rooms, exact=exact)) for both in windows]
+        else:
+            gangs = costs.windows(costs.gangs, members)
+            deal = deal_with_gangs(plan.mesh, plan.reorder_replicas, windows, gangs, rooms, exact=exact)
+            parts, guests = deal.parts, tuple(deal.guests)
         passes = _passes(plan, members, costs, training)
-        encoder, loads = _encoder_work(plan, members, passes, parts, costs, training)
+        encoder, loads = _encoder_work(plan, members, passes, parts, costs, training, guests)
         if plan.gathers_encoders:
             schedule = uniform(llm, encoder, lead=choice.lead)
-            best = Woven(members, passes, tuple(parts), loads, encoder, schedule)
+            best = Woven(members, passes, tuple(parts), (), loads, encoder, schedule)
             continue
         for overflow in choice.overflows()[: 1 + (tries > 1)]:
             schedule = shorter_schedule(
@@ -148,7 +160,7 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
                 limit=1 << 200 if best is None else best.schedule.length,
             )
             if schedule is not None:
-                best = Woven(members, passes, tuple(parts), loads, encoder, schedule)
+                best = Woven(members, passes, tuple(parts), guests, loads, encoder, schedule)
     assert best is not None
     return best
 
@@ -197,7 +209,7 @@ def _first_stage(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Wove
     else:
         everywhere = encoder.numbers[-1] if encoder.backward is not None else None
         schedule = first_stage(llm, encoder, everywhere=everywhere)
-    return Woven(members, passes, tuple(parts), loads, encoder, schedule)
+    return Woven(members, passes, tuple(parts), (), loads, encoder, schedule)
 
 
 def _passes(
@@ -225,6 +237,7 @@ def _encoder_work(
     parts: Sequence[Parts],
     costs: Costs,
     training: bool,
+    guests: Sequence[Sequence[Sequence[Guest]]] = (),
 ) -> tuple[EncoderWork, tuple[tuple[int, ...], ...]]:
     """Average over replicas of the dearest share of each stage, for windows in which anything has to run;
     and the load of every rank over the step."""
@@ -234,19 +247,22 @@ def _encoder_work(
     active, forward, backward = [], [], []
     for w in range(len(members)):
         f_sum, b_sum, used = [0] * stages, [0] * stages, bool(passes[w])
-        for mine, dealt, f_window, b_window in zip(loads, parts, f_cost, b_cost, strict=True):
-            f, b = f_window[w], b_window[w]
-            if not f:
+        for d, (mine, dealt, f_window, b_window) in enumerate(zip(loads, parts, f_cost, b_cost, strict=True)):
+            f, b, hosted = f_window[w], b_window[w], hosted_slices(plan.mesh, guests, w, d)
+            if not f and not hosted:
                 continue
             used = True
             # The dearest rank of each stage; with one rank a stage that is the rank itself.
             f_rank, b_rank = (f_sum, b_sum) if lanes == 1 else ([0] * stages, [0] * stages)
             for r, part in enumerate(dealt[w]):
-                if part:
-                    x, y = f[part[0]], b[part[0]]
-                    for i in part[1:]:
+                if part or r in hosted:
+                    x = y = 0
+                    for i in part:
                         x += f[i]
                         y += b[i]
+                    for other, i in hosted.get(r, ()):
+                        x += f_cost[other][w][i]
+                        y += b_cost[other][w][i]
                     mine[r] += x + y
                     if lanes == 1:
                         f_rank[r] += x
