@@ -30,6 +30,7 @@ from omni_ds.engine.plain_engine import LaneRanks, PlainEngine
 from omni_ds.engine.plain_module import PlainModule
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
+from omni_ds.parallel.expert import register_expert_groups
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.parallel.layer_groups import LayerGroups
 from omni_ds.plan.build import Plan
@@ -101,6 +102,7 @@ def build_runtime(
     """
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
+    register_expert_groups(layer_groups)
     module = _llm_module(config, composition, plan, layer_groups)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
