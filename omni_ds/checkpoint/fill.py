@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.parameters import HeldParameter
-from omni_ds.checkpoint.fragments import Fragment, fragments, torch_optimizer
+from omni_ds.checkpoint.fragments import Fragment, fragments, inner_optimizer
 from omni_ds.checkpoint.layout import fragment_key
 from omni_ds.checkpoint.overlap import Piece, covers, meetings
 from omni_ds.errors import UserError
@@ -29,7 +29,7 @@ def fill(folder: Path, optimizer: object, held: Sequence[HeldParameter], stored:
     """
     parameters, groups = stored["parameters"], stored["groups"]
     _check(folder, fragments(optimizer, held), parameters)
-    inner = torch_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
     for fragment in fragments(optimizer, held):
         _make_state(inner, fragment.stepped, groups[parameters[fragment.name]["group"]])
     read = _reader(folder)

@@ -56,7 +56,7 @@ class Fragment:
         return Piece(self.region, self.offset, self.length)
 
 
-def torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """The torch optimizer inside a DeepSpeed one, or the one that an engine without ZeRO runs as it is."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 

@@ -14,7 +14,7 @@ from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
 from models.parameters import HeldParameter, held_parameters
 from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
-from omni_ds.checkpoint.fragments import WEIGHT, is_sharded, torch_optimizer
+from omni_ds.checkpoint.fragments import WEIGHT, is_sharded, inner_optimizer
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
@@ -121,7 +121,7 @@ def build_runtime(
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
-    schedules = Schedules(config, [torch_optimizer(engine.optimizer) for engine in engines])
+    schedules = Schedules(config, [inner_optimizer(engine.optimizer) for engine in engines])
     executor = StepExecutor(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
