@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from models.packed import PackedBatch
-from omni_ds.parallel.expert import build_expert_layer, check_expert_degree, expert_range
+from omni_ds.parallel.expert import build_expert_layer, expert_range
 from omni_ds.parallel.layer_groups import LayerGroups, degree, index
-from omni_ds.plan.llm_meta import moe_layer_indices
+from omni_ds.plan.llm_meta import check_expert_degree, moe_layer_indices
 from omni_ds.plan.region import Region
 
 _ALIGNMENT = 8  # torch._grouped_mm wants rows of a multiple of 16 bytes, bf16 included

@@ -14,7 +14,7 @@ from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
 from models.parameters import HeldParameter, held_parameters
 from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
-from omni_ds.checkpoint.fragments import WEIGHT, is_sharded, inner_optimizer
+from omni_ds.checkpoint.fragments import WEIGHT, inner_optimizer, is_sharded
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config

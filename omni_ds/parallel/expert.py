@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from omni_ds.errors import UserError
 from omni_ds.parallel.layer_groups import LayerGroups, degree, index
+from omni_ds.plan.llm_meta import check_expert_degree
 from omni_ds.plan.shards import even_bounds
 
 PART_KEY = "part"
@@ -32,16 +32,6 @@ PART_KEY = "part"
 def expert_group_name(size: int) -> str:
     """DeepSpeed's name of expert groups of ``size`` ranks, in its tables and in optimizer groups."""
     return f"ep_size_{size}"
-
-
-def check_expert_degree(experts: int, size: int) -> None:
-    """UserError unless ``size`` ranks can hold the same number of ``experts`` each."""
-    if experts % size:
-        fits = [n for n in range(1, experts + 1) if experts % n == 0]
-        raise UserError(
-            f"expert_parallel.autoep_size: {size} ranks do not divide the {experts} experts of a layer; "
-            f"use one of {', '.join(map(str, fits))}"
-        )
 
 
 def expert_range(experts: int, groups: LayerGroups) -> tuple[int, int]:

@@ -34,6 +34,21 @@ def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(index for index in layers if index not in dense and (index + 1) % step == 0)
 
 
+def check_expert_degree(experts: int, size: int) -> None:
+    """UserError unless ``size`` ranks can hold the same number of a layer's ``experts`` each."""
+    if size > 1 and not experts:
+        raise UserError(
+            f"expert_parallel.autoep_size: {size}, but the LLM has no experts; use 1, or a Mixtral or "
+            "Qwen3-MoE model"
+        )
+    if size > 1 and experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise UserError(
+            f"expert_parallel.autoep_size: {size} ranks do not divide the {experts} experts of a layer; "
+            f"use one of {fits}"
+        )
+
+
 @dataclass(frozen=True)
 class LLMMeta:
     """Sizes of a decoder of the Llama shape.
@@ -213,4 +228,8 @@ class LLMMeta:
 
     def sample_flops(self, tokens: int, target_tokens: int) -> int:
         """Forward of one sample through the whole LLM: what balancing compares."""
-        return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        if self.window and tokens > self.window:
+            return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        # The same, written out: asked for every sample of every step.
+        layer = 2 * tokens * (self.layer_matrices + self._query * tokens)
+        return self.layers * layer + 2 * self.hidden * self.vocab * target_tokens

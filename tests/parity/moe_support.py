@@ -98,7 +98,7 @@ class Sharded(nn.Module):
         state = StageState(batch)
         for layer in self.layers:
             state = layer(state)
-        logits = F.linear(state.hidden, self.head).float()
+        logits = F.linear(state.hidden, self.head.to(state.hidden.dtype)).float()
         loss = F.cross_entropy(logits, batch.target_ids, reduction="sum")
         return loss if state.auxiliary is None else loss + state.auxiliary, state
 

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from models.init import assign
 from models.moe import Documents, RouterPenalty, build_moe, configure_experts, expert_load, router_losses
 from models.packed import PackedBatch
-from omni_ds.errors import UserError
-from omni_ds.parallel.expert import check_expert_degree
 from omni_ds.parallel.layer_groups import LayerGroups
 from tests.parity.moe_support import (
     CASES,
@@ -198,11 +196,6 @@ def test_evaluation_has_neither_losses_nor_counts() -> None:
 def test_expert_load_is_the_worst_layers_maximum_over_mean() -> None:
     assert expert_load([torch.tensor([4, 4, 4]), torch.tensor([0, 9, 0])]) == pytest.approx(3.0)
     assert expert_load([]) == 1.0
-
-
-def test_a_degree_that_does_not_divide_the_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="3 ranks do not divide the 4 experts of a layer; use one of 1, 2, 4"):
-        check_expert_degree(4, 3)
 
 
 def _bf16(name: str) -> float:

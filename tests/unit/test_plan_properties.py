@@ -10,7 +10,7 @@ from unit.plan_cases import plan_of, random_samples
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
-from omni_ds.plan.fill import EncoderWork, list_schedule, smallest_live
+from omni_ds.plan.fill import EncoderWork, list_schedule, shorter_schedule, smallest_live
 from omni_ds.plan.graph import build_graph
 from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
 from omni_ds.plan.replay import replay
@@ -134,6 +134,11 @@ def test_joint_schedules(problem, lead, live, overflow):
         assert schedule.live == max(live, smallest_live(encoder.windows, llm.stages))
     # the recorded times are those of the order
     assert replay(llm, encoder, schedule.stages).length <= schedule.length
+
+    def within(limit):
+        return shorter_schedule(llm, encoder, line, lead=lead, live=live, overflow=overflow, limit=limit)
+
+    assert within(schedule.length) is None and within(schedule.length + 1) == schedule
 
 
 @settings(max_examples=40, deadline=None, phases=PHASES)

@@ -10,8 +10,9 @@ from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
 from omni_ds.plan.capacity import Idle, share_targets, split
 from omni_ds.plan.fill import EncoderWork
-from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.llm_meta import LLMMeta, check_expert_degree
 from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters, state_bytes
+from omni_ds.plan.partition import karmarkar_karp
 from omni_ds.plan.render import format_plan
 from omni_ds.plan.schedule import joint
 from omni_ds.plan.shares import cut_windows, deal_windows
@@ -172,6 +173,14 @@ def test_more_choices_than_experts_are_refused():
         LLMMeta.from_config(config)
 
 
+def test_expert_degrees_that_cannot_work_are_refused():
+    check_expert_degree(0, 1), check_expert_degree(4, 2)
+    with pytest.raises(UserError, match="3 ranks do not divide the 4 experts of a layer; use one of 1, 2, 4"):
+        check_expert_degree(4, 3)
+    with pytest.raises(UserError, match="2, but the LLM has no experts; use 1"):
+        check_expert_degree(0, 2)
+
+
 def test_sliding_window_attention_costs_a_band():
     config = {
         "model_type": "mistral",
@@ -224,3 +233,23 @@ def test_printed_plan_names_everything():
             line.split(" | ")[1] for line in text.splitlines() if line.startswith(f"rank {rank} |")
         )
         assert row.split() == [str(a) for a in step.actions(rank)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 30])
+def test_few_ranks_get_the_same_items_as_from_the_heap(count):
+    rng = random.Random(count)
+    costs = [[rng.randint(1, 9) for _ in range(count)] for _ in range(12)]
+    rooms = [[rng.randint(0, 4) for _ in range(8)] for _ in costs]
+    dealt = deal_windows(costs, 8, rooms, exact=False)
+    carry = [0] * 8
+    for window, row, parts in zip(costs, rooms, dealt, strict=True):
+        room = [part * sum(window) // sum(row) + c for part, c in zip(row, carry, strict=True)]
+        assert parts == karmarkar_karp(window, 8, capacities=room, exact=False)
+        carry = [r - sum(window[i] for i in part) for r, part in zip(room, parts, strict=True)]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_flops_of_a_sample_are_those_of_layers_and_head(window):
+    llm = LLMMeta(64, 3, 4, 2, 16, 128, 1000, False, True, window=window)
+    for tokens in (1, 99, 100, 101, 500):
+        assert llm.sample_flops(tokens, 7) == 3 * llm.layer_flops((tokens,)) + llm.head_flops(7)
