@@ -159,13 +159,8 @@ def test_parts_in_a_whole_checkpoint_have_no_weights_of_their_own():
 
 # Each entry: changes, and the key of the message "... is not supported yet: reason; use ...".
 LATER = [
-    ({"tensor_parallel__autotp_size": 2}, "tensor_parallel.autotp_size"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-    ({"expert_parallel__enabled": True}, "expert_parallel"),
     ({"activation_checkpointing__cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing"),
     ({"omni__encoders__vision__processor__max_pixels": 9}, "omni.encoders.vision.processor.max_pixels"),
-    ({"omni__encoder_parallel__long_short": 4096}, "omni.encoder_parallel.long_short"),
-    ({"omni__balance__group_size": 2}, "omni.balance.group_size"),
     ({"omni__encoders__film": {"path": "x", "modality": "video"}}, "omni.encoders.film.modality"),
     ({"omni__encoders__audio__modality": "image"}, "omni.encoders.audio.modality"),
 ]
