@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import (
     combine_grad_norm_groups,
@@ -71,7 +72,17 @@ class _Sharded:
         self._optimizer = optimizer
 
     def squared_norm(self) -> Tensor:
-        return _squared(self._optimizer.scaled_global_norm())
+        # DeepSpeed sums every parameter group over the stages by itself; one without experts has fewer groups
+        # than the others, and they would wait for it.
+        optimizer, name = self._optimizer, "_model_parallel_all_reduce"
+        setattr(optimizer, name, lambda **_: None)
+        try:
+            squared = _squared(optimizer.scaled_global_norm())
+        finally:
+            optimizer.__dict__.pop(name)
+        squared = squared.to(get_accelerator().current_device_name())
+        optimizer._model_parallel_all_reduce(tensor=squared, op=dist.ReduceOp.SUM)
+        return squared.cpu()
 
     @contextmanager
     def _joint_norm(self, norm: float, clip: float) -> Iterator[None]:

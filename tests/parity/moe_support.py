@@ -74,6 +74,15 @@ def hf_loss(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return loss, penalty
 
 
+def fill_layer(layer: nn.Module, reference: nn.Module) -> None:
+    """Give one of our layers its part of HF's weights."""
+    whole = {f"llm.{name}": value.detach() for name, value in reference.named_parameters()}
+    regions = layer.regions() if hasattr(layer, "regions") else {}
+    for local, name in layer.hf_names().items():
+        value = whole[name]
+        assign(layer, local, value[regions[local].index] if local in regions else value)
+
+
 class Sharded(nn.Module):
     """Our layers of one rank without a head: the loss is taken through HF's head, frozen."""
 
@@ -82,13 +91,9 @@ class Sharded(nn.Module):
         with empty_parameters():
             built = build_llm_layers(reference.config, recompute=recompute, groups=groups)[:-1]
             self.layers = nn.ModuleList([definition.build() for definition in built])
-        whole = {f"llm.{name}": value.detach() for name, value in reference.named_parameters()}
         for layer in self.layers:
-            regions = layer.regions() if hasattr(layer, "regions") else {}
-            for local, name in layer.hf_names().items():
-                value = whole[name]
-                assign(layer, local, value[regions[local].index] if local in regions else value)
-        self.register_buffer("head", whole["llm.lm_head.weight"].clone())
+            fill_layer(layer, reference)
+        self.register_buffer("head", reference.lm_head.weight.detach().clone())
 
     def held(self) -> list[HeldParameter]:
         return held_parameters(self.layers)

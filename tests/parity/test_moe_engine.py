@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
+from models.init import empty_parameters
+from models.llm import DecoderLayer, runtime_config
+from models.packed import StageState
+from models.parameters import held_parameters
+from omni_ds.engine.llm_engine import OmniPipelineEngine
 from omni_ds.engine.optimizer_adapter import adapt
 from omni_ds.engine.optimizers import PartParameters
 from omni_ds.parallel.expert import (
@@ -19,16 +27,20 @@ from omni_ds.parallel.expert import (
     register_expert_groups,
     split_expert_groups,
 )
+from omni_ds.parallel.layer_groups import LayerGroups
+from omni_ds.plan.mesh import Mesh
 from tests.parity.moe_support import (
     Sharded,
     assert_close,
     batches,
     expert_groups,
+    fill_layer,
     hf_loss,
     hf_model,
     moe_config,
 )
 from tests.ranks import run_ranks
+from tests.unit.model_helpers import packed_batch
 
 STEPS, CLIP, LR, EPS = 3, 0.3, 1e-3, 1e-4
 
@@ -133,13 +145,94 @@ def test_bf16_optimizer_follows_one_process(name: str, world: int, expert: int) 
         assert errors["norm"] <= 0.03 and errors["update"] <= 0.1, errors
 
 
+def _stage_without_experts(bf16: bool) -> dict[str, float]:
+    """Two pipeline stages, of which the second alone has experts, by two data ranks that share these: the
+    error of the joint norm, and of the weights after one step."""
+    rank = dist.get_rank()
+    stage, place = divmod(rank, 2)
+    groups = LayerGroups.create(Mesh(pipe=2, data=2, expert=2), kv_heads=2, timeout=timedelta(seconds=60))
+    register_expert_groups(groups)
+    reference = hf_model(moe_config("qwen3-moe-mixed", penalty=False, num_hidden_layers=2))
+    if bf16:
+        reference.bfloat16().float()
+    specs = [
+        LayerSpec(DecoderLayer, runtime_config(reference.config), number, False, groups)
+        for number in range(2)
+    ]
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2)
+    with empty_parameters():
+        module = _Unmoved(layers=specs, topology=topology, partition_method="uniform")
+    layer = module.forward_funcs[0]
+    fill_layer(layer, reference)
+    optimizer = torch.optim.AdamW(
+        split_expert_groups(PartParameters("llm", LR, tuple(layer.parameters())).groups(0.1)), lr=LR, eps=EPS
+    )
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    if bf16:
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine = OmniPipelineEngine(module, optimizer, settings)
+    twins = [copy.deepcopy(specs[number].typename(*specs[number].module_args[:2])) for number in range(2)]
+    for number, twin in enumerate(twins):
+        fill_layer(twin, reference)
+        for other in range(2):
+            loss = _random_loss(twin, number, other, torch.float32)
+            loss.backward()
+            if (number, other) == (stage, place):
+                ours = _random_loss(layer, number, other, engine.dtype)
+                engine.backward(2.0 * ours, None)
+    engine.reduce()
+    norm = float(engine.squared_norm() ** 0.5)
+    trained = [parameter for twin in twins for parameter in twin.parameters()]
+    expected = float(torch.nn.utils.clip_grad_norm_(trained, CLIP))
+    engine.step(norm, CLIP)
+    decay = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+    torch.optim.AdamW(
+        [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}], lr=LR, eps=EPS
+    ).step()
+    after = {held.name: held.parameter.detach() for held in held_parameters(twins)}
+    distance = moved = 0.0
+    before = {f"llm.{name}": value.detach() for name, value in reference.named_parameters()}
+    for held in held_parameters([layer]):
+        index = held.region.index
+        distance += (safe_get_full_fp32_param(held.parameter) - after[held.name][index]).square().sum()
+        moved += (after[held.name] - before[held.name])[index].square().sum()
+    return {"norm": abs(norm - expected) / expected, "update": float((distance / moved) ** 0.5)}
+
+
+class _Unmoved(PipelineModule):
+    """Stays where it is until its layers are filled."""
+
+    def to(self, *args, **kwargs):
+        return self if any(p.is_meta for p in self.parameters()) else super().to(*args, **kwargs)
+
+
+def _random_loss(layer: DecoderLayer, stage: int, place: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * stage + place)
+    hidden, weight = torch.randn(2, 12, 32, generator=generator)
+    state = layer(StageState(packed_batch((7, 5), vocab=61), hidden.to(dtype).requires_grad_()))
+    return (state.hidden.float() * weight).sum()
+
+
+@pytest.mark.parametrize(("bf16", "norm", "update"), [(False, 1e-5, 1e-4), (True, 0.03, 0.1)])
+def test_a_pipeline_stage_without_experts(bf16: bool, norm: float, update: float) -> None:
+    for errors in run_ranks(_stage_without_experts, 4, bf16):
+        assert errors["norm"] <= norm and errors["update"] <= update, errors
+
+
 def test_groups_are_split_without_a_loss() -> None:
     dense, expert = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2, 2))
+    norm = torch.nn.Parameter(torch.ones(2))
     expert.allreduce, expert.group_name = False, "ep_size_2"
     given = [
         {"params": [dense, expert], "lr": 0.5, "weight_decay": 0.1, "name": "llm"},
         {
-            "params": [torch.nn.Parameter(torch.ones(2))],
+            "params": [norm],
             "lr": 0.5,
             "weight_decay": 0.0,
             "name": "llm (no decay)",
