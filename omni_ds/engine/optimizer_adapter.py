@@ -25,7 +25,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 from torch.nn import Parameter
 
-from omni_ds.parallel.expert import expert_gradient_norms
+from omni_ds.parallel.expert import expert_gradient_norms, is_expert
 
 # DeepSpeed divides by the norm plus this; clipping elsewhere in this module does the same.
 CLIP_EPSILON = 1e-6
@@ -236,12 +236,16 @@ class _Unsharded:
 
     def squared_norm(self) -> Tensor:
         first = bwc_tensor_model_parallel_rank(self._mpu) == 0
-        counted = [
-            p.grad
-            for p in self._parameters()
-            if not getattr(p, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(p))
-        ]
-        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else []
+        counted: list[Tensor] = []
+        experts: dict[str, list[Tensor]] = {}
+        for p in self._parameters():
+            if is_expert(p):
+                experts.setdefault(p.group_name, []).append(p.grad)
+            elif not getattr(p, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(p)):
+                counted.append(p.grad)
+        norms = list(torch._foreach_norm(counted, dtype=torch.float32)) if counted else []
+        over_experts = expert_gradient_norms(experts)  # collective, on every tensor rank
+        norms += [norm.reshape(()) for norm in over_experts if first]
         device = next(self._parameters()).device
         total = (
             torch.stack(norms).double().square().sum() if norms else torch.zeros((), device=device).double()

@@ -9,6 +9,8 @@ import torch
 from ranks import run_ranks
 from tiny import config_dict, make_checkpoints, write_config
 
+OFFLOAD = 'zero_optimization.offload_optimizer={"device":"cpu"}'
+
 
 def _lost() -> torch.Tensor:
     return torch.tensor(math.nan, dtype=torch.float64)
@@ -51,6 +53,14 @@ def _train_with_a_bad_step(
         ("omni.encoder_parallel.zero_stage=2",),
         ("omni.encoder_parallel.zero_stage=3",),
         ("bf16.enabled=true",),
+        ("zero_optimization.stage=0",),
+        ("pipeline.stages=1", "zero_optimization.stage=2", OFFLOAD),
+        ("pipeline.stages=1", "zero_optimization.stage=3"),
+        pytest.param(("zero_optimization.stage=1", OFFLOAD), marks=pytest.mark.full),
+        pytest.param(
+            ("pipeline.stages=1", "zero_optimization.stage=3", OFFLOAD, "bf16.enabled=true"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ("bf16.enabled=true", "bf16.check_grad_overflow=false", "data_types.grad_accum_dtype=bf16"),
             marks=pytest.mark.full,
