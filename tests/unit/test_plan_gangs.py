@@ -1,0 +1,82 @@
+"""Slices of long images on gangs: planned, valid, and what they are for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.plan_cases import image_encoder, plan_of, random_samples
+
+from omni_ds.plan.build import build_step
+from omni_ds.plan.gangs import largest_gang, stage_blocks
+from omni_ds.plan.mesh import Mesh
+from omni_ds.plan.sample import Item, SampleMeta
+from omni_ds.plan.validate import validate_step
+
+
+def with_giant(plan, count: int = 24, side: int = 64, seed: int = 0) -> list[SampleMeta]:
+    """Samples of which the first has an image of (side x 8)^2 pixels."""
+    meta = plan.encoders[0]
+    segments, rows = meta.measure((8 * side, 8 * side))
+    giant = Item(0, 0, meta.name, (8 * side, 8 * side), segments, rows, ((1, rows),))
+    samples = list(random_samples(plan, count, seed))
+    samples[0] = SampleMeta(0, rows + 9, 5, (giant,))
+    return samples
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from((2, 4, 8)))
+def test_slices_cover_tokens_and_rows(rows, columns, ranks):
+    meta = image_encoder()
+    cut = meta.slices((8 * rows, 8 * columns), ranks)
+    if rows * columns < ranks:
+        assert cut is None
+        return
+    tokens, features = cut
+    assert tokens[0] == features[0] == 0 and len(tokens) == len(features) == ranks + 1
+    assert (sum(meta.measure((8 * rows, 8 * columns))[0]), meta.measure((8 * rows, 8 * columns))[1]) == (
+        tokens[-1],
+        features[-1],
+    )
+    assert list(tokens) == sorted(tokens) and list(features) == sorted(features)
+
+
+def test_blocks_are_neighbours_of_one_stage_and_group():
+    mesh = Mesh(pipe=2, data=4, tensor=2)
+    assert stage_blocks(mesh, 4, 2) == (((0, 1, 2, 3), (8, 9, 10, 11)), ((4, 5, 6, 7), (12, 13, 14, 15)))
+    assert largest_gang(mesh, 4, 8) == 8 and largest_gang(mesh, 2, 8) == 4 and largest_gang(mesh, 1, 8) == 2
+    assert largest_gang(Mesh(2, 3), 3, 8) == 2 and largest_gang(Mesh(4, 1), 1, 8) == 1
+
+
+@pytest.mark.parametrize(
+    "mesh", [(1, 4, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (2, 2, 1, 2), (1, 1, 2, 2), (2, 3, 1, 1)]
+)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_giant_is_sliced_and_the_plan_is_valid(mesh, forward_only):
+    pipe, data, sequence, tensor = mesh
+    plan = plan_of(pipe, data, sequence=sequence, tensor=tensor, max_tokens_per_micro_batch=8192)
+    step = build_step(plan, 0, with_giant(plan), forward_only=forward_only)
+    validate_step(plan, step)
+    slices = [p for r in step.replicas for w in r.windows for s in w.shares for p in s.slices]
+    assert slices and len(slices) % slices[0].item.gang == 0
+    assert sorted(p.item.slice for p in slices if p.item.row == 0) == list(range(slices[0].item.gang))
+
+
+def test_the_giant_no_longer_sets_the_pace():
+    plans = {
+        mode: plan_of(1, 8, max_tokens_per_micro_batch=8192, long_short=mode) for mode in ("off", "auto")
+    }
+    loads = {}
+    for mode, plan in plans.items():
+        step = build_step(plan, 0, with_giant(plan, 64))
+        validate_step(plan, step)
+        loads[mode] = step.encoder_imbalance
+    assert loads["off"] > 6 and loads["auto"] < 1.25
+
+
+def test_off_where_it_cannot_be():
+    assert plan_of(2, 4, encoder_zero_stage=3).largest_gang == 1
+    assert plan_of(2, 4, placement="first_stage").largest_gang == 1
+    assert plan_of(2, 4, long_short="off").largest_gang == 1
+    assert plan_of(2, 4, max_sp=2).largest_gang == 2
+    plan = plan_of(2, 2, group_size=1)
+    assert plan.largest_gang == 1
