@@ -182,12 +182,8 @@ class StepExecutor:
         self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
         result = self._result
-        del (
-            self._input,
-            self._reshard,
-            self._reshards,
-            self._result,
-        )  # nothing of a step lives while the next one is prepared
+        # Nothing of a step lives while the next one is prepared.
+        del self._input, self._windows, self._result
         return result
 
     def _set_mode(self, train: bool) -> None:
