@@ -12,9 +12,10 @@ import numpy as np
 from data.cache import BoundedCache
 from data.errors import MediaError, RowError
 from data.index_build import Measurer
-from data.index_store import SourceIndex
+from data.index_store import IndexPart
 from data.preprocess import Preprocess
 from data.rows import Sample
+from data.source_index import SourceIndex
 from data.text import TextProcessor
 from omni_ds.plan.sample import Item, SampleMeta
 
@@ -34,8 +35,13 @@ class EncodedSample:
 class IndexedDataset:
     """Usable samples of one or more sources, numbered through from 0.
 
-    source_ranges: (start, stop) of each source's samples. weights: of each source. skipped: rows left out, by
-    reason. text, media, encoder_metas: what the samples were measured with.
+    source_ranges: (start, stop) of each source's samples. weights: of each source. text, media,
+    encoder_metas: what the samples were measured with. growing: with rolling, and unless all sources are one
+    block, their indexes for the sampler, else None.
+
+    A growing data set counts the rows of a source of several blocks before it knows how many can be used:
+    its range, its size and `len` are those of all rows, and the last numbers of the range, as many as rows
+    are skipped, belong to no sample. So a sample's number does not depend on how much was known at the start.
     """
 
     def __init__(
@@ -43,14 +49,18 @@ class IndexedDataset:
         measurers: Sequence[Measurer],
         indexes: Sequence[SourceIndex],
         weights: Sequence[float],
+        *,
+        rolling: bool = False,
     ):
         self._measurers, self._indexes = list(measurers), list(indexes)
         self.weights = tuple(weights)
-        stops = np.cumsum([len(index) for index in indexes])
+        sizes = [i.layout.rows if rolling and i.blocks > 1 else len(i) for i in indexes]
+        stops = np.cumsum(sizes)
         self.source_ranges = tuple(
-            (int(stop) - len(index), int(stop)) for index, stop in zip(indexes, stops, strict=True)
+            (int(stop) - size, int(stop)) for size, stop in zip(sizes, stops, strict=True)
         )
-        self.skipped: Counter[str] = sum((index.skipped for index in indexes), Counter())
+        several = rolling and any(index.blocks > 1 for index in indexes)
+        self.growing: tuple[SourceIndex, ...] | None = tuple(indexes) if several else None
         self.text: TextProcessor = measurers[0].text
         self.media: Mapping[str, Preprocess] = measurers[0].media
         self.encoder_metas = measurers[0].metas
@@ -75,6 +85,11 @@ class IndexedDataset:
         return int(self._stops[-1])
 
     @property
+    def skipped(self) -> Counter[str]:
+        """Rows left out as far as the index is known, by reason."""
+        return sum((index.skipped for index in self._indexes), Counter())
+
+    @property
     def fingerprint(self) -> str:
         """Changes when the number, the order or the measures of the samples change."""
         parts = [index.digest() for index in self._indexes]
@@ -88,14 +103,15 @@ class IndexedDataset:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names that the rows give in their column `task`, "" for rows without one; sorted."""
-        names = {index.task_names[task] for index in self._indexes for task in set(index.tasks.tolist())}
-        return tuple(sorted(names))
+        parts = [part for index in self._indexes for part in index.known]
+        return tuple(sorted({part.task_names[task] for part in parts for task in np.unique(part.tasks)}))
 
-    def _find(self, row: int) -> tuple[Measurer, SourceIndex, int]:
+    def _find(self, row: int) -> tuple[Measurer, IndexPart, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"sample {row} of {len(self)}")
         number = int(np.searchsorted(self._stops, row, side="right"))
-        return self._measurers[number], self._indexes[number], row - self.source_ranges[number][0]
+        part, local = self._indexes[number].find(row - self.source_ranges[number][0])
+        return self._measurers[number], part, local
 
     def where(self, row: int) -> str:
         """File and row (or line) of a sample, for messages."""
@@ -169,13 +185,24 @@ class IndexedDataset:
         return self.media[item.encoder].blank(item.shape)
 
     def describe(self) -> str:
-        """Samples, tokens and skips of each source, a line each."""
+        """Samples, tokens and skips of each source as far as the index is known, a line each."""
         lines = []
         for measurer, index in zip(self._measurers, self._indexes, strict=True):
+            parts = index.known
+            samples, tokens, targets, media = (
+                sum(int(count) for count in counts)
+                for counts in (
+                    [len(part) for part in parts],
+                    [part.tokens.sum() for part in parts],
+                    [part.target_tokens.sum() for part in parts],
+                    [len(part.item_encoders) for part in parts],
+                )
+            )
             skipped = ", ".join(f"{count} {reason}" for reason, count in index.skipped.most_common())
             lines.append(
-                f"{measurer.source.name}: {len(index)} samples, {int(index.tokens.sum())} tokens, "
-                f"{int(index.target_tokens.sum())} of them targets, {len(index.item_encoders)} media"
+                f"{measurer.source.name}: {samples} samples, {tokens} tokens, {targets} of them targets, "
+                f"{media} media"
                 + (f"; skipped: {skipped}" if skipped else "")
+                + ("" if index.complete else f"; indexed so far, of {measurer.rows} rows")
             )
         return "\n".join(lines)

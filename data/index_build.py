@@ -2,16 +2,19 @@
 ones.
 """
 
+import ctypes
 import multiprocessing
 import os
-import sys
+import signal
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from data.errors import MediaError, RowError
-from data.index_store import Record, Skip, SourceIndex
+from data.index_store import IndexPart, Record, Skip
 from data.media import MediaHeader, MediaRef, read_header
 from data.preprocess import Preprocess
 from data.rows import RowReader
@@ -19,10 +22,10 @@ from data.sources import Source
 from data.text import TextProcessor
 from omni_ds.errors import UserError
 
-_CHUNK = 128
 _SMALL = 500  # rows below which starting processes costs more than it saves
-_MAX_PROCESSES = 16
+_MAX_PROCESSES = 32
 _HEADERS = 100_000  # remembered at once
+_AHEAD = 4  # chunks given to each process beforehand
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,53 @@ class Measurer:
             self._headers[key] = read_header(ref)
         return self._headers[key]
 
-    def measure_chunk(self, rows: range) -> list[Record | Skip]:
-        return [self.measure(row) for row in rows]
+    def measure_chunk(self, rows: range) -> IndexPart:
+        return IndexPart.from_results([self.measure(row) for row in rows], list(self.media))
 
 
-def build_index(measurer: Measurer, *, raise_first: bool, quiet: bool = False) -> SourceIndex:
-    """Measure every row, in order. UserError at the first unusable one when raise_first."""
-    rows = measurer.rows
-    chunks = [range(start, min(start + _CHUNK, rows)) for start in range(0, rows, _CHUNK)]
-    results: list[Record | Skip] = []
-    for part in _progress(_measured(measurer, chunks), len(chunks), measurer.source, quiet):
-        for result in part:
-            if raise_first and isinstance(result, Skip):
-                raise UserError(describe_skip(measurer.source, result) + '; omni.data.on_error is "raise"')
-        results += part
-    measurer._headers.clear()
-    return SourceIndex.from_results(results, list(measurer.media))
+def measured(
+    measurer: Measurer, chunks: Iterable[range], *, processes: int, background: bool = False
+) -> Iterator[IndexPart]:
+    """The parts of all chunks, in order; with processes < 2 made here. background: leave the cores to others
+    where they want them.
+    """
+    if processes < 2:
+        yield from map(measurer.measure_chunk, chunks)
+        measurer._headers.clear()
+        return
+    global _shared
+    _shared = measurer
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_begin,
+        initargs=(os.getpid(), background),
+    )
+    waiting: deque[Future] = deque()
+    chunks = iter(chunks)
+    try:
+        while True:
+            # A few ahead of the slowest, not all: there may be a million.
+            waiting.extend(
+                pool.submit(_work, rows) for rows in islice(chunks, processes * _AHEAD - len(waiting))
+            )
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        _shared = None
+
+
+def processes_for(rows: int) -> int:
+    """How many processes measure so many rows."""
+    return 1 if rows < _SMALL else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+
+
+def first_skip(source: Source, part: IndexPart) -> str | None:
+    """File, row and reason of the first row of the part that cannot be used."""
+    return describe_skip(source, min(part.examples, key=lambda skip: skip.row)) if part.examples else None
 
 
 def describe_skip(source: Source, skip: Skip) -> str:
@@ -106,40 +140,21 @@ def describe_skip(source: Source, skip: Skip) -> str:
     return f"{source.location(skip.row)}: {skip.reason}{detail}"
 
 
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
 _shared: Measurer | None = None  # inherited by forked workers, so that nothing is pickled but row numbers
 
 
-def _work(rows: range) -> list[Record | Skip]:
+def _begin(parent: int, background: bool) -> None:
+    die_with(parent)
+    if background:
+        os.nice(10)
+
+
+def _work(rows: range) -> IndexPart:
     return _shared.measure_chunk(rows)
-
-
-def _measured(measurer: Measurer, chunks: list[range]) -> Iterator[list[Record | Skip]]:
-    processes = min(os.cpu_count() or 1, _MAX_PROCESSES, len(chunks))
-    if measurer.rows < _SMALL or processes < 2:
-        yield from map(measurer.measure_chunk, chunks)
-        return
-    global _shared
-    _shared = measurer
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
-    try:
-        yield from pool.map(_work, chunks)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        _shared = None
-
-
-def _progress(parts: Iterable[Any], total: int, source: Source, quiet: bool) -> Iterator[Any]:
-    if quiet or not sys.stderr.isatty():
-        yield from parts
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(
-        parts,
-        f"indexing {source.name}",
-        total=total,
-        console=Console(stderr=True),
-        transient=True,
-    )

@@ -1,30 +1,19 @@
-"""The index of one source on disk: numbers of every usable row, what was skipped, and when the file is still
-valid.
-"""
+"""The index on disk: a block of rows as columns in one safetensors file, mapped into memory when read."""
 
 import hashlib
 import json
+import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.sources import Source
-from data.text import TextProcessor
-
-VERSION = 1  # of the file format and of everything that decides its content
-_LEARNING_ONLY = (
-    "tower_trainable",
-    "projector_trainable",
-    "projector_hidden",
-    "out_hidden",
-    "tower_parameters",
-)
+_DTYPES = {"I64": np.int64, "I32": np.int32, "I16": np.int16}  # safetensors' names of those used here
 
 
 @dataclass(frozen=True)
@@ -51,13 +40,13 @@ class Record:
 
 
 @dataclass
-class SourceIndex:
-    """Columns over the usable rows of a source [n] and over their media [m].
+class IndexPart:
+    """Columns over usable rows [n] of a source and over their media [m].
 
     rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
     columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side),
     item_offsets [m]. skipped: rows by reason; examples: the first skips of each reason; media_skips: rows
-    skipped for their media.
+    skipped for their media. Arrays of a part that was read are views of the file and cannot be written.
     """
 
     rows: np.ndarray
@@ -79,9 +68,8 @@ class SourceIndex:
 
     def digest(self) -> str:
         """Hash of the numbers of all usable rows."""
-        arrays = [value for name, value in sorted(vars(self).items()) if isinstance(value, np.ndarray)]
         hashed = hashlib.sha256(json.dumps([self.encoder_names, self.task_names]).encode())
-        for array in arrays:
+        for _, array in sorted(self._arrays().items()):
             hashed.update(np.ascontiguousarray(array).tobytes())
         return hashed.hexdigest()
 
@@ -98,23 +86,18 @@ class SourceIndex:
         ]
 
     @classmethod
-    def from_results(cls, results: Sequence[Record | Skip], encoder_names: Sequence[str]) -> "SourceIndex":
+    def from_results(cls, results: Sequence[Record | Skip], encoder_names: Sequence[str]) -> "IndexPart":
         records = [result for result in results if isinstance(result, Record)]
         skips = [result for result in results if isinstance(result, Skip)]
         items = [item for record in records for item in record.items]
         names, tasks = list(encoder_names), sorted({record.task for record in records})
+        numbers = {task: number for number, task in enumerate(tasks)}
         shapes = [(*shape, -1)[:2] for _, shape, _ in items]
-        seen: Counter[str] = Counter()
-        examples = []
-        for skip in skips:
-            seen[skip.reason] += 1
-            if seen[skip.reason] <= 3:
-                examples.append(skip)
         return cls(
             rows=np.array([record.row for record in records], dtype=np.int64),
             tokens=np.array([record.tokens for record in records], dtype=np.int32),
             target_tokens=np.array([record.target_tokens for record in records], dtype=np.int32),
-            tasks=np.array([tasks.index(record.task) for record in records], dtype=np.int32),
+            tasks=np.array([numbers[record.task] for record in records], dtype=np.int32),
             item_starts=np.cumsum([0] + [len(record.items) for record in records], dtype=np.int64),
             item_encoders=np.array([names.index(encoder) for encoder, _, _ in items], dtype=np.int16),
             item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 2),
@@ -122,80 +105,89 @@ class SourceIndex:
             media_skips=np.array([skip.row for skip in skips if skip.media], dtype=np.int64),
             encoder_names=names,
             task_names=tasks,
-            skipped=seen,
-            examples=examples,
+            skipped=Counter(skip.reason for skip in skips),
+            examples=_first_of_each(skips),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence["IndexPart"]) -> "IndexPart":
+        """The same as one part made from the results of all, in order. At least one part, of one source."""
+        tasks = sorted({task for part in parts for task in part.task_names})
+        numbers = {task: number for number, task in enumerate(tasks)}
+        arrays = {
+            name: np.concatenate([part._arrays()[name] for part in parts]) for name in _shared_columns()
+        }
+        renumbered = [
+            np.array([numbers[task] for task in part.task_names], dtype=np.int32)[part.tasks]
+            for part in parts
+        ]
+        starts, before = [np.zeros(1, dtype=np.int64)], 0
+        for part in parts:
+            starts.append(part.item_starts[1:] + before)
+            before += len(part.item_offsets)
+        return cls(
+            **arrays,
+            tasks=np.concatenate(renumbered),
+            item_starts=np.concatenate(starts),
+            encoder_names=parts[0].encoder_names,
+            task_names=tasks,
+            skipped=sum((part.skipped for part in parts), Counter()),
+            examples=_first_of_each([skip for part in parts for skip in part.examples]),
+        )
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def save(self, path: Path) -> None:
         """Appears whole or not at all."""
-        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        words = json.dumps({
+        from safetensors.numpy import save
+
+        words = {
             "encoder_names": self.encoder_names,
             "task_names": self.task_names,
             "skipped": self.skipped,
             "examples": [asdict(skip) for skip in self.examples],
-        })  # fmt: skip
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, words=np.frombuffer(words.encode(), dtype=np.uint8), **arrays)
+            file.write(save(arrays, {"words": json.dumps(words)}))
+        os.chmod(temporary, 0o644)  # other users of the same data may read it
         os.replace(temporary, path)
 
     @classmethod
-    def load(cls, path: Path) -> "SourceIndex":
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        words = json.loads(arrays.pop("words").tobytes())
+    def load(cls, path: Path) -> "IndexPart":
+        """Map a file; OSError, ValueError, KeyError or TypeError when it is absent or damaged."""
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        base = 8 + int.from_bytes(mapped[:8], "little")
+        header = json.loads(mapped[8:base])
+        words = json.loads(header.pop("__metadata__")["words"])
+        if len(mapped) != base + max(entry["data_offsets"][1] for entry in header.values()):
+            raise ValueError(f"{path} is not whole")
         words["skipped"] = Counter(words["skipped"])
         words["examples"] = [Skip(**skip) for skip in words["examples"]]
-        return cls(**arrays, **words)
+        return cls(**{name: _view(mapped, base, entry) for name, entry in header.items()}, **words)
 
 
-def cache_path(cache_dir: str | None, source: Source, fingerprint: str) -> Path | None:
-    """File of the index: in `cache_dir`, else beside the data, else in the user's cache; None when none is
-    writable.
-    """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni_ds"
-    beside = [source.folder / ".omni_cache"] if source.local else []
-    folders = [Path(cache_dir).expanduser()] if cache_dir else [*beside, home]
-    for folder in folders:
-        if (folder / f"{fingerprint}.npz").is_file():
-            return folder / f"{fingerprint}.npz"
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                if not (folder / ".gitignore").exists():
-                    (folder / ".gitignore").write_text("*\n")
-                return folder / f"{fingerprint}.npz"
-        except OSError:
-            continue
-    return None
+def _view(mapped: mmap.mmap, base: int, entry: dict[str, Any]) -> np.ndarray:
+    shape = entry["shape"]
+    count, start = int(np.prod(shape)), base + entry["data_offsets"][0]
+    if not count:
+        return np.zeros(shape, dtype=_DTYPES[entry["dtype"]])
+    return np.frombuffer(mapped, _DTYPES[entry["dtype"]], count, start).reshape(shape)
 
 
-def fingerprint(
-    source: Source,
-    reading: Any,
-    text: TextProcessor,
-    media: Mapping[str, Any],
-    metas: Mapping[str, Any],
-    limits: Any,
-) -> str:
-    """Hash of everything that decides the index. Media files themselves are not looked at."""
-    tokenizer = text.tokenizer.backend_tokenizer.to_str()
-    measured = {
-        name: {key: value for key, value in asdict(meta).items() if key not in _LEARNING_ONLY}
-        for name, meta in metas.items()
-    }
-    processors = {
-        name: [
-            p.processor.to_dict(),
-            {k: v for k, v in vars(p).items() if k in ("max_seconds", "pad_to_window")},
-        ]
-        for name, p in media.items()
-    }
-    parts = [
-        VERSION, source.fingerprint, reading, tokenizer, text.tokenizer.special_tokens_map,
-        text.chat_template, text.chat_template_kwargs, text.loss_on, text.placeholders, processors, measured,
-        limits,
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+def _shared_columns() -> tuple[str, ...]:
+    """Columns whose values mean the same in every part of a source."""
+    return ("rows", "tokens", "target_tokens", "item_encoders", "item_shapes", "item_offsets", "media_skips")
+
+
+def _first_of_each(skips: Sequence[Skip], count: int = 3) -> list[Skip]:
+    seen: Counter[str] = Counter()
+    first = []
+    for skip in skips:
+        seen[skip.reason] += 1
+        if seen[skip.reason] <= count:
+            first.append(skip)
+    return first

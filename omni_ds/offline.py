@@ -75,6 +75,7 @@ def inspect_samples(arguments: argparse.Namespace) -> int:
         composition.media,
         {meta.name: meta for meta in composition.encoders},
         builder=True,
+        rolling=True,
     )
     print(inspect(dataset, arguments.inspect))
     return 0

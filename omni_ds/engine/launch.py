@@ -122,7 +122,7 @@ def assemble(config: Config) -> Run:
     groups = ProcessGroups.create(mesh_of(config, world), environment.TIMEOUT)
     broadcast_from_rank_0(lambda: _prepare_output(Path(config.omni.output_dir)), groups.control)
     composition = all_or_error(lambda: read_composition(config), groups.control)
-    dataset = _open(config.omni.data.train, config, composition, groups)
+    dataset = _open(config.omni.data.train, config, composition, groups, rolling=True)
     held_out = {
         name: _open([each], config, composition, groups) for name, each in config.omni.eval.sets.items()
     }
@@ -137,7 +137,7 @@ def _decide(
     """What follows from configuration and index alone, the same on every rank."""
     omni = config.omni
     sampler = GlobalBatchSampler(
-        dataset.sizes, list(dataset.weights), config.train_batch_size, omni.train.seed
+        dataset.sizes, list(dataset.weights), config.train_batch_size, omni.train.seed, dataset.growing
     )
     config = resolve(config, world, len(dataset), has_cuda=has_cuda)
     samples = []
@@ -243,7 +243,9 @@ def _prepare_output(output: Path) -> None:
         ) from None
 
 
-def _open(sources, config: Config, composition: Composition, groups: ProcessGroups) -> IndexedDataset:
+def _open(
+    sources, config: Config, composition: Composition, groups: ProcessGroups, *, rolling: bool = False
+) -> IndexedDataset:
     """Index on rank 0, then open on every rank; collective."""
 
     def opened(builder: bool) -> IndexedDataset:
@@ -254,6 +256,7 @@ def _open(sources, config: Config, composition: Composition, groups: ProcessGrou
             composition.media,
             {meta.name: meta for meta in composition.encoders},
             builder=builder,
+            rolling=rolling,
         )
 
     broadcast_from_rank_0(lambda: opened(True) and None, groups.patient)

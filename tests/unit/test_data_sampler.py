@@ -57,3 +57,56 @@ def test_total_steps():
 def test_nothing_to_draw(sizes, weights):
     with pytest.raises(UserError):
         GlobalBatchSampler(sizes, weights, 4, 1)
+
+
+class Known:
+    """A source of which the first blocks are known, and which says how many were asked for."""
+
+    def __init__(self, sizes):
+        self.blocks, self.stops, self.asked = len(sizes), np.cumsum(sizes), 0
+
+    def stop(self, block):
+        self.asked = max(self.asked, block + 1)
+        return int(self.stops[block])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), min_size=1, max_size=3),
+    batch=st.integers(1, 15),
+)
+def test_growing_sets_are_drawn_block_by_block(sources, batch):
+    def made():
+        growing = [Known(sizes) for sizes in sources]
+        bounds = [sum(sizes) + 3 for sizes in sources]  # rows, of which three a set turn out unusable
+        return GlobalBatchSampler(bounds, None, batch, 1, growing), growing
+
+    sampler, growing = made()
+    starts = np.cumsum([0] + [sum(sizes) + 3 for sizes in sources])
+    usable = [start + i for start, sizes in zip(starts, sources, strict=False) for i in range(sum(sizes))]
+    if not usable:
+        with pytest.raises(UserError):
+            sampler.rows(0)
+        return
+    steps, asked = [], []
+    for step in range(3 * len(usable) // batch + 1):
+        steps.append(sampler.rows(step))
+        asked.append(max(known.asked / known.blocks for known in growing))
+    drawn = [row for rows in steps for row in rows]
+    for epoch in range(len(drawn) // len(usable)):
+        assert sorted(drawn[epoch * len(usable) : (epoch + 1) * len(usable)]) == usable
+    if len(usable) >= batch:
+        assert all(len(set(rows)) == batch for rows in steps)
+    resumed, _ = made()
+    assert all(resumed.rows(step) == steps[step] for step in reversed(range(len(steps))))
+    assert sampler.total_steps(1) == -(-int(starts[-1]) // batch)
+
+
+def test_a_step_asks_only_for_the_blocks_it_needs():
+    growing = [Known([100] * 5), Known([70])]
+    sampler = GlobalBatchSampler([500, 70], None, 10, 1, growing)
+    for step in range(57):
+        rows = sampler.rows(step)
+        assert growing[0].asked == min(((step + 1) * 10 - 1) // 114 + 1, 5)
+        assert all(row < growing[0].asked * 100 or row >= 500 for row in rows)
+    assert growing[0].asked == 5
