@@ -4,7 +4,8 @@
 
 Steps are planned in loader processes ahead of time; training waits for a plan only when planning takes
 longer than a step (metric plan_wait_seconds). Every repeat plans another global batch of the same mix.
-`first` is the first step of a kind, which also searches window sizes; later steps of a like mix remember it.
+`first` is the first step of a kind, which also searches window sizes; later steps of a like mix remember the
+search.
 """
 
 from __future__ import annotations

@@ -100,19 +100,30 @@ class _Steps(Dataset, ABC):
         for micro_batch in replica.micro_batches:
             packed[micro_batch.index], lost = pack(self.dataset, micro_batch)
             failed |= dict(lost)
-        layout, values = [], []
+        layout, values, last = [], [], ((-1, -1), None)
         for window in replica.windows:
             for placed in self._share(window):
                 item = placed.item
-                try:
-                    value = self.dataset.load_media(item.row, item.ordinal)
-                except MediaError as error:
-                    failed[item.row] = str(error)
-                    value = self.dataset.blank_media(item.row, item.ordinal)
+                medium = (item.row, item.ordinal)
+                if last[0] != medium:  # parts of one recording follow each other
+                    value, reason = self._decoded(*medium)
+                    last = (medium, value)
+                    if reason is not None:
+                        failed[item.row] = reason
+                value = last[1]
+                if item.start or value.shape[-1] > item.shape[-1]:
+                    value = value[..., item.start : item.start + item.shape[-1]]
                 layout.append((window.index, item.encoder, value.shape))
                 values.append(value.ravel())
         buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))
         return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()), plan_seconds)
+
+    def _decoded(self, row: int, ordinal: int) -> tuple[np.ndarray, str | None]:
+        """A medium; zeros in its place, and why, when it cannot be decoded."""
+        try:
+            return self.dataset.load_media(row, ordinal), None
+        except MediaError as error:
+            return self.dataset.blank_media(row, ordinal), str(error)
 
     def _share(self, window):
         shares = [share for share in window.shares if share.rank == self.rank]

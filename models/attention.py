@@ -7,6 +7,8 @@ The back end is chosen at the call, by device, dtype, head size and mask:
 - ``sdpa``: batches of segments of like length through scaled_dot_product_attention; any device and dtype,
   exact.
 
+A sequence that is cut over several ranks is attended to by Ulysses: all tokens of some heads on each rank.
+
 Shapes: T packed tokens, A query heads, K key heads, D head size, S longest segment of a batch of n.
 """
 
@@ -25,6 +27,7 @@ from transformers import AttentionInterface
 
 from models.masks import MaskSpec, Packing, PaddedGroup
 from omni_ds.errors import UserError
+from omni_ds.parallel.ulysses import grouped_heads
 
 ATTENTION_NAME = "omni_varlen"
 
@@ -220,7 +223,10 @@ def omni_attention(
     """HF attention function. query [B, A, T, D], key and value [B, K, T, D] -> ([B, T, A, D], None).
 
     B is 1 and attention stays inside the segments of the Packing, which comes in the place of HF's mask, or
-    as the attribute ``packing`` of an attention module whose layer takes no mask.
+    as the attribute ``packing`` of an attention module whose layer takes no mask. With ``packing.ulysses``
+    the T tokens are this rank's shard of the packing. An attention module whose A query heads do not share
+    its K key heads evenly says which each of them reads in its attribute ``kv_of_head`` (A ascending
+    indices).
     """
     assert dropout == 0.0, "dropout inside packed attention would depend on the packing"
     packing = getattr(module, "packing", None) if attention_mask is None else attention_mask
@@ -228,9 +234,43 @@ def omni_attention(
         "packed attention takes [1, T, C] and a Packing"
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    backend = select_backend(query.device, query.dtype, query.shape[-1], packing.mask)
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    return backend.run(q, k, v, packing, scale).unsqueeze(0), None
+    kv_of_head, ulysses = getattr(module, "kv_of_head", None), packing.ulysses
+    if ulysses is None:
+        return _attend(q, k, v, packing, scale, kv_of_head).unsqueeze(0), None
+    heads = q.shape[1]
+    q, k, v, kv_of_head = ulysses.to_heads(q, k, v, kv_of_head)
+    out = _attend(q, k, v, packing, scale, kv_of_head)
+    return ulysses.to_tokens(out, heads).unsqueeze(0), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    kv_of_head: tuple[int, ...] | None,
+) -> Tensor:
+    """Query [T, A, D], key and value [T, K, D] of the whole packing -> [T, A, D]; A may be 0.
+
+    kv_of_head: the key-value head of each query head; None: A / K share one.
+    """
+    if query.shape[1] == 0:
+        return value  # of no heads either; the kernels take none
+    backend = select_backend(query.device, query.dtype, query.shape[-1], packing.mask)
+    kv_heads = key.shape[1]
+    if kv_of_head is not None and (
+        query.shape[1] % kv_heads or kv_of_head != grouped_heads(query.shape[1], kv_heads)
+    ):
+        key, value = (_heads_of(x, kv_of_head) for x in (key, value))
+    return backend.run(query, key, value, packing, scale)
+
+
+def _heads_of(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """``x[:, heads]`` without an index tensor, whose copy to the device would make the host wait."""
+    single = x.unbind(1)
+    return torch.stack([single[head] for head in heads], dim=1)
 
 
 AttentionInterface.register(ATTENTION_NAME, omni_attention)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from omni_ds.plan.region import Region
+
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
@@ -45,7 +47,9 @@ def assign(module: nn.Module, name: str, value: Tensor, device: torch.device | s
     assert parameter.shape == value.shape, f"{name}: {tuple(value.shape)} for {tuple(parameter.shape)}"
     if parameter.is_meta:
         real = value.to(device=device or "cpu", dtype=parameter.dtype, copy=True)
-        setattr(owner, leaf, nn.Parameter(real, requires_grad=parameter.requires_grad))
+        made = nn.Parameter(real, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)  # DeepSpeed's flags: how to reduce it, where to count it
+        setattr(owner, leaf, made)
     else:
         with torch.no_grad():
             parameter.copy_(value)
@@ -76,25 +80,28 @@ def init_module(
 
     Norm weights are 1, biases 0, what the module's ``constants()`` lists is constant (layer scales,
     sinusoids). All else is normal with ``std`` (an LLM's ``initializer_range``); None: 1 / sqrt(fan-in),
-    which small encoders learn faster from. The padding row of an embedding is 0, as in HF.
+    which small encoders learn faster from. The padding row of an embedding is 0, as in HF. A part (the
+    module's ``regions()``) is cut out of the whole.
     """
+    regions: Mapping[str, Region] = module.regions() if hasattr(module, "regions") else {}
     constants: Mapping[str, Tensor] = module.constants() if hasattr(module, "constants") else {}
     for name in names if only is None else only:
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
         shape = getattr(owner, leaf).shape
+        region = regions.get(name) or Region.whole(tuple(shape))
         if name in constants:
-            value = constants[name]
+            value = constants[name][region.index]
         elif "Norm" in type(owner).__name__:
             value = torch.zeros(shape) if leaf == "bias" else torch.ones(shape)
         elif leaf == "bias":
             value = torch.zeros(shape)
         else:
-            fan_in = (
-                math.prod(shape[1:]) if isinstance(owner, nn.Linear | nn.Conv1d | nn.Conv2d) else shape[-1]
-            )
+            convolution = isinstance(owner, nn.Linear | nn.Conv1d | nn.Conv2d)
+            fan_in = math.prod(region.shape[1:]) if convolution else region.shape[-1]
             generator = torch.Generator().manual_seed(name_seed(seed, names[name]))
-            value = torch.empty(shape).normal_(0.0, std or fan_in**-0.5, generator=generator)
+            value = torch.empty(region.shape).normal_(0.0, std or fan_in**-0.5, generator=generator)
+            value = value[region.index]
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 value[owner.padding_idx] = 0.0
         assign(module, name, value, device)

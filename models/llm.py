@@ -1,8 +1,13 @@
 """A Llama-shaped HF decoder as the layers of a pipeline: embedding, decoder layers, final norm, head.
 
-Every layer takes and returns a ``StageState``; the last one returns logits. Modules are HF's own classes,
+Every layer takes and returns a ``StageState``; the last one returns losses: fp32 [N] in training, in
+evaluation [2, N] with the losses and, as 1.0, whether a target is the argmax. Modules are HF's own classes,
 found through the family's ``...ForCausalLM`` class, so that rotary scaling, biases, query/key norms and
-sliding windows are HF's. Shapes: T packed tokens, N targets, H hidden size, V vocabulary.
+sliding windows are HF's; under tensor parallelism their linear layers are this rank's slices, and layers must
+be built inside ``empty_parameters()``. Shapes: T packed tokens, N targets, H hidden size, V vocabulary.
+
+DeepSpeed is imported where a layer that needs it is built: it looks for an accelerator and says what it
+found, which nobody who reads a config wants to know.
 """
 
 from __future__ import annotations
@@ -10,20 +15,27 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
+from models.llm_ends import EmbedLayer, HeadLayer, tied_losses
 from models.masks import MaskSpec, Packing
+from models.moe import MoEBlock, build_moe, configure_experts
 from models.packed import StageState
 from omni_ds.errors import UserError
+from omni_ds.parallel.layer_groups import ALONE, LayerGroups, degree
+from omni_ds.plan.llm_meta import moe_layer_indices
+from omni_ds.plan.region import Region
+from omni_ds.plan.tensor_rules import TensorSizes, check_tensor_degree, layer_styles
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 TIED_KEY = "embed"
@@ -85,6 +97,7 @@ def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config._attn_implementation = ATTENTION_NAME
     config.attention_dropout = 0.0
+    configure_experts(config)
     return config
 
 
@@ -93,31 +106,6 @@ def layer_mask(config: PreTrainedConfig, index: int) -> MaskSpec:
     types = getattr(config, "layer_types", None)
     slides = types[index] == "sliding_attention" if types else True
     return MaskSpec(causal=True, window=getattr(config, "sliding_window", None) if slides else None)
-
-
-class EmbedLayer(nn.Module):
-    """Token embedding, with feature rows in the place of placeholder tokens. Also the head of tied models."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-
-    def hf_names(self) -> dict[str, str]:
-        return {"embed_tokens.weight": "llm.model.embed_tokens.weight"}
-
-    def forward(self, state: StageState) -> StageState:
-        """Sets hidden [T, H]. Gradients reach features [R, H] and, at all other tokens, the embedding."""
-        batch = state.batch
-        hidden = self.embed_tokens(batch.input_ids)
-        if batch.feature_positions is not None and batch.feature_positions.numel():
-            assert batch.features is not None, "feature positions without features"
-            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
-        return state.with_hidden(hidden)
-
-
-def tied_logits(module: EmbedLayer, state: StageState) -> Tensor:
-    """Logits [N, V] by the embedding matrix: the ``forward_fn`` of a tied head."""
-    return F.linear(state.hidden, module.embed_tokens.weight)
 
 
 class _Rotary:
@@ -137,18 +125,42 @@ class DecoderLayer(nn.Module):
     """One HF decoder layer on packed samples; with ``recompute`` its activations are recomputed in
     backward."""
 
-    def __init__(self, config: PreTrainedConfig, index: int, recompute: bool = False):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        index: int,
+        recompute: bool = False,
+        groups: LayerGroups = ALONE,
+    ):
         super().__init__()
         family = find_family(config)
+        self.groups = groups
         self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
-        self.layer = family.layer(config, index)
+        sparse = index in moe_layer_indices(config.to_dict())
+        parallel = sparse and degree(groups.expert) > 1
+        with torch.device("meta") if parallel else nullcontext():
+            self.layer = family.layer(config, index)
+        self._moe: MoEBlock | None = None
+        if sparse:
+            self._moe, self.layer.mlp = build_moe(config, index, self.layer.mlp, groups)
+        self._regions = _shard(self.layer, config, groups)
         self._rotary = _Rotary(family.rotary, config)
 
     def hf_names(self) -> dict[str, str]:
-        return {
+        names = {
             f"layer.{name}": f"llm.model.layers.{self.index}.{name}"
             for name, _ in self.layer.named_parameters()
         }
+        if self._moe is not None and self._moe.parallel:
+            names |= {f"layer.mlp.{name}": whole for name, whole in self._moe.hf_names().items()}
+        return names
+
+    def regions(self) -> dict[str, Region]:
+        """The parts of whole parameters that this rank holds, by local name."""
+        held = {f"layer.{name}": region for name, region in self._regions.items()}
+        if self._moe is not None and self._moe.parallel:
+            held |= {f"layer.mlp.{name}": region for name, region in self._moe.regions().items()}
+        return held
 
     def forward(self, state: StageState) -> StageState:
         """hidden [T, H] -> [T, H]. An empty micro-batch passes through: HF's layers cannot view 0 tokens."""
@@ -158,9 +170,9 @@ class DecoderLayer(nn.Module):
         position_ids = state.batch.position_ids.unsqueeze(0)
         if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
             state.rotary = self._rotary(hidden, position_ids)
-        packing = state.packing.with_mask(self.mask)
+        packing = state.packing_for(self.groups.sequence).with_mask(self.mask)
         if self.recompute and self.training:
-            out = checkpoint(
+            out, logits = checkpoint(
                 self._run,
                 hidden,
                 position_ids,
@@ -170,20 +182,37 @@ class DecoderLayer(nn.Module):
                 preserve_rng_state=False,
             )
         else:
-            out = self._run(hidden, position_ids, state.rotary, packing)
-        return state.with_hidden(out.squeeze(0))
+            out, logits = self._run(hidden, position_ids, state.rotary, packing)
+        state = state.with_hidden(out.squeeze(0))
+        if self._moe is not None and self.training:
+            state = state.with_routing(*self._moe.observe(logits, state.batch))
+        return state
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
-    ) -> Tensor:
-        return self.layer(
-            hidden,
-            attention_mask=packing,
-            position_ids=position_ids,
-            position_embeddings=rotary,
-            past_key_values=None,
-            use_cache=False,
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden [1, T, H], the router's logits [T, E] of a MoE layer): all that backward reaches has to be
+        a result of the checkpointed function."""
+        with self._moe.logits(self.layer.mlp) if self._moe else nullcontext([None]) as logits:
+            out = self.layer(
+                hidden,
+                attention_mask=packing,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return out, logits[0]
+
+
+def _shard(layer: nn.Module, config: PreTrainedConfig, groups: LayerGroups) -> dict[str, Region]:
+    """Cut a decoder layer for this tensor rank; the regions of its parameters that are not whole."""
+    if groups.tensor is None:
+        return {}
+    from omni_ds.parallel.tensor import shard_decoder_layer
+
+    styles = layer_styles(config.base_model_tp_plan)
+    return shard_decoder_layer(layer, tensor_sizes(config), styles, groups)
 
 
 class NormLayer(nn.Module):
@@ -200,36 +229,33 @@ class NormLayer(nn.Module):
         return state.with_hidden(self.norm(state.hidden.index_select(0, state.batch.target_positions)))
 
 
-class HeadLayer(nn.Module):
-    """Logits [N, V] of an untied model."""
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__()
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def hf_names(self) -> dict[str, str]:
-        return {"lm_head.weight": "llm.lm_head.weight"}
-
-    def forward(self, state: StageState) -> Tensor:
-        return self.lm_head(state.hidden)
+def tensor_sizes(config: PreTrainedConfig) -> TensorSizes:
+    """What tensor parallelism cuts of a decoder."""
+    return TensorSizes(
+        config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size
+    )
 
 
-def build_llm_layers(config: PreTrainedConfig, *, recompute: bool = False) -> list[LayerDef]:
+def build_llm_layers(
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
+) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
-    Nothing is allocated. Raises UserError for a family or rotary scaling that is not supported.
+    Nothing is allocated. ``groups``: the process groups that layers compute in; a layer holds this rank's
+    part. Raises UserError for a family, a rotary scaling or a tensor degree that is not supported.
     """
     find_family(config)
-    config = runtime_config(config)
+    check_tensor_degree(tensor_sizes(config), degree(groups.tensor))
+    config, shared = runtime_config(config), {"groups": groups}
     tied = bool(config.tie_word_embeddings)
-    embed = LayerDef(EmbedLayer, (config,), tied_key=TIED_KEY if tied else None)
+    embed = LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY if tied else None)
     head = (
-        LayerDef(EmbedLayer, (config,), tied_key=TIED_KEY, forward_fn=tied_logits)
+        LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY, forward_fn=tied_losses)
         if tied
-        else LayerDef(HeadLayer, (config,))
+        else LayerDef(HeadLayer, (config,), shared)
     )
     decoder = [
-        LayerDef(DecoderLayer, (config, index), {"recompute": recompute})
+        LayerDef(DecoderLayer, (config, index), {"recompute": recompute, "groups": groups})
         for index in range(config.num_hidden_layers)
     ]
     return [embed, *decoder, LayerDef(NormLayer, (config,)), head]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from models.encoders.base import Encoder
 from models.weights import PartWeights, check_weights, fill_module, llm_weights, tower_weights
 
+_BLOCK = 4096
 _VOCABULARY = ("llm.model.embed_tokens.weight", "llm.lm_head.weight")
 
 
@@ -29,16 +30,37 @@ class _Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weights, name)
 
-    def read(self, name: str, index: Any = None) -> Tensor | None:
-        value = self._weights.read(name, index)
-        if value is None:
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        shape = self._weights.shape(name)
+        return (self._vocabulary, *shape[1:]) if self._grows(name, shape) else shape
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
+        shape = self._weights.shape(name)
+        if shape is None:
             return None
+        if not self._grows(name, shape):
+            value = self._weights.read(name, index)
+        else:
+            start, stop, _ = (index[0] if index else slice(None)).indices(self._vocabulary)
+            value = self._weights.read(name, (slice(min(start, shape[0]), min(stop, shape[0])),))
+            added = stop - max(start, shape[0])
+            if added > 0:
+                mean = self._mean_row(name, shape[0]).to(value.dtype)
+                value = torch.cat([value, mean.expand(added, -1)])
         self.dtypes[name] = value.dtype
-        grows = self._vocabulary is not None and name in _VOCABULARY and value.shape[0] < self._vocabulary
-        if grows:
-            mean = value.float().mean(0, keepdim=True).to(value.dtype)
-            value = torch.cat([value, mean.expand(self._vocabulary - value.shape[0], -1)])
         return value
+
+    def _grows(self, name: str, shape: tuple[int, ...] | None) -> bool:
+        wanted = self._vocabulary
+        return wanted is not None and name in _VOCABULARY and shape is not None and shape[0] < wanted
+
+    def _mean_row(self, name: str, rows: int) -> Tensor:
+        """Mean of all rows [1, H] in fp64, read in blocks: only the rank that holds new rows needs it."""
+        total = sum(
+            self._weights.read(name, (slice(first, min(first + _BLOCK, rows)),)).double().sum(0, keepdim=True)
+            for first in range(0, rows, _BLOCK)
+        )
+        return total / rows
 
 
 def load_llm(

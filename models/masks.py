@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni_ds.parallel.ulysses import Ulysses
+
 
 @dataclass(frozen=True)
 class MaskSpec:
@@ -77,12 +79,14 @@ def bucket_lengths(lengths: Sequence[int]) -> list[list[int]]:
 class Packing:
     """Segments of one packed sequence of T tokens, with the mask inside each.
 
-    ``cu_seqlens``: [n + 1] int32 on the device; ``segments``: the n lengths on the host.
+    ``cu_seqlens``: [n + 1] int32 on the device; ``segments``: the n lengths on the host. With ``ulysses`` the
+    T tokens are cut over several ranks, and attention redistributes them.
     """
 
     cu_seqlens: Tensor
     segments: tuple[int, ...]
     mask: MaskSpec = MaskSpec()
+    ulysses: Ulysses | None = None
     _shared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

@@ -9,21 +9,31 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from models.masks import Packing
+from omni_ds.parallel.ulysses import Ulysses
 
 
 @dataclass
 class PackedBatch:
-    """One micro-batch. T tokens, n samples, N targets, R feature rows, H hidden size of the LLM.
+    """One micro-batch, or this rank's shard of one: then T, N and R count what the shard holds, and the
+    segments stay those of the whole sequence.
 
-    - input_ids, position_ids: [T] int64; positions restart at 0 with each sample.
+    T tokens, n samples, N targets, R feature rows, H hidden size of the LLM.
+
+    - input_ids: [T] int64; position_ids: [T] int64, positions restart at 0 with each sample, or [k, T] where
+      a model has k kinds of position.
     - cu_seqlens: [n + 1] int32 on the device, starts with 0; segments: the n lengths on the host.
     - target_positions, target_ids: [N] int64; the logits at token position t predict target_ids, already
       shifted.
     - sample_of_target: [N] int64, which of the n samples a target belongs to.
     - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media;
       only the first stage has the features.
+    - placeholder_positions: [P] int64, all placeholder tokens, of which ``feature_positions`` are the rows
+      this rank has; None: the same.
+    - bounds: where each shard of the whole sequence starts, and the end; None: this is the whole sequence.
+    - padding: dummy tokens at the end of the whole sequence, a segment of their own after the samples.
     """
 
     input_ids: Tensor
@@ -36,6 +46,9 @@ class PackedBatch:
     sample_of_target: Tensor
     feature_positions: Tensor | None = None
     features: Tensor | None = None
+    placeholder_positions: Tensor | None = None
+    bounds: tuple[int, ...] | None = None
+    padding: int = 0
 
     @property
     def tokens(self) -> int:
@@ -51,24 +64,102 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+def pad(batch: PackedBatch, count: int) -> PackedBatch:
+    """A whole batch with ``count`` dummy tokens (id 0, positions 0, 1, ...) at the end, as one more segment.
+
+    They have no targets. A count of 0 adds no segment.
+    """
+    assert batch.bounds is None and batch.padding == 0, "only a whole batch can be padded, and once"
+    if count == 0:
+        return batch
+    ids, positions, offsets = batch.input_ids, batch.position_ids, batch.cu_seqlens
+    steps = torch.arange(count, dtype=positions.dtype, device=positions.device)
+    return replace(
+        batch,
+        input_ids=torch.cat([ids, ids.new_zeros(count)]),
+        position_ids=torch.cat([positions, steps.expand(*positions.shape[:-1], count)], dim=-1),
+        cu_seqlens=torch.cat([offsets, offsets[-1:] + count]),
+        max_seqlen=max(batch.max_seqlen, count),
+        segments=(*batch.segments, count),
+        padding=count,
+    )
+
+
+def shard(batch: PackedBatch, bounds: tuple[int, ...], index: int) -> PackedBatch:
+    """Tokens ``bounds[index]`` to ``bounds[index + 1]`` of a whole batch, with the targets and feature rows
+    among them.
+
+    Positions of targets, features and placeholders become relative to the shard; ``sample_of_target`` and
+    the segments stay those of the whole. A batch in one part (two bounds) is returned as it is. Best called
+    on the host: on a device, it waits for the counts of selected rows.
+    """
+    assert batch.bounds is None, "this batch is a shard already"
+    assert bounds[0] == 0 and bounds[-1] == batch.tokens == sum(batch.segments), (
+        f"bounds end at {bounds[-1]} for {batch.tokens} tokens in segments of {sum(batch.segments)}"
+    )
+    if len(bounds) == 2:
+        return batch
+    first, end = bounds[index], bounds[index + 1]
+
+    def inside(positions: Tensor) -> Tensor:
+        return (positions >= first) & (positions < end)
+
+    def relative(positions: Tensor | None) -> Tensor | None:
+        return None if positions is None else positions[inside(positions)] - first
+
+    targets, features = inside(batch.target_positions), batch.features
+    if features is not None:
+        features = features[inside(batch.feature_positions)]
+    return replace(
+        batch,
+        input_ids=batch.input_ids[first:end],
+        position_ids=batch.position_ids[..., first:end],
+        target_positions=relative(batch.target_positions),
+        target_ids=batch.target_ids[targets],
+        sample_of_target=batch.sample_of_target[targets],
+        feature_positions=relative(batch.feature_positions),
+        features=features,
+        placeholder_positions=relative(batch.placeholder_positions),
+        bounds=bounds,
+    )
+
+
 @dataclass
 class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others.
+    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage add to
+    the loss, not divided by the tokens of the global batch; None without experts. ``router_counts``:
+    [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
     hidden: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    auxiliary: Tensor | None = None
+    router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None
 
-    @property
-    def packing(self) -> Packing:
+    def packing_for(self, sequence: ProcessGroup | None) -> Packing:
+        """The segments to attend inside. sequence: the ranks that hold the shards; None: this rank has
+        all."""
         if self._packing is None:
-            self._packing = Packing(self.batch.cu_seqlens, self.batch.segments)
+            batch = self.batch
+            assert (sequence is None) == (batch.bounds is None), "a shard needs its group, a whole batch none"
+            ulysses = None if sequence is None else Ulysses(sequence, batch.bounds)
+            self._packing = Packing(batch.cu_seqlens, batch.segments, ulysses=ulysses)
         return self._packing
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)
+
+    def with_routing(self, auxiliary: Tensor | None, counts: Tensor) -> StageState:
+        """After a MoE layer: its loss added, its expert counts appended."""
+        if auxiliary is not None and self.auxiliary is not None:
+            auxiliary = self.auxiliary + auxiliary
+        return replace(
+            self,
+            auxiliary=self.auxiliary if auxiliary is None else auxiliary,
+            router_counts=(*self.router_counts, counts),
+        )

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 # Buffers that older releases saved.
 _OLD_BUFFERS = ("rotary_emb.inv_freq", "embeddings.position_ids")
@@ -42,11 +48,25 @@ class Recipe:
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    @property
+    def stacks(self) -> bool:
+        """Whether each row of the tensor is made of sources of its own: an expert of a fused weight."""
+        first = self.converter.operations[0] if self.converter is not None else None
+        return isinstance(first, MergeModulelist) and first.dim == 0
+
+    def rows(self, start: int, stop: int) -> Recipe:
+        """The recipe of rows [start, stop) alone, where it :attr:`stacks`."""
+        by_pattern: dict[str | None, list[tuple[str, str | None]]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[1], []).append(source)
+        kept = tuple(source for sources in by_pattern.values() for source in sources[start:stop])
+        return replace(self, sources=kept)
+
 
 @dataclass(frozen=True)
 class NameMap:
-    """``recipes`` by model name; ``foreign``: checkpoint name -> the name it would have, absent from the "
-    "model."""
+    """``recipes`` by model name; ``foreign``: checkpoint name -> the name it would have, absent from the
+    model."""
 
     recipes: Mapping[str, Recipe]
     foreign: Mapping[str, str]
@@ -66,7 +86,7 @@ def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ..
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     collected: dict[str, list[tuple[str, str | None]]] = {}
     foreign: dict[str, str] = {}
-    for name in sorted(names):
+    for name in sorted(names, key=dot_natural_key):  # expert 2 before expert 10: conversions stack in order
         stem = next((name.removeprefix(prefix) for prefix in strip if name.startswith(prefix)), name)
         renamed, pattern = rename_source_key(stem, renamings, converters, model.base_model_prefix, state)
         if renamed not in state and stem in state:

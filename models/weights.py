@@ -20,6 +20,7 @@ from models.init import assign, empty_parameters, init_module
 from models.llm import find_family
 from models.weight_names import NameMap, map_names, summarise, top_names
 from omni_ds.errors import UserError
+from omni_ds.plan.region import Region
 
 __all__ = [
     "PartWeights",
@@ -57,17 +58,36 @@ class PartWeights:
         self.unexpected = [name for name, renamed in names.foreign.items() if unexpected(renamed)]
         self.misshaped: list[str] = []
         self._made: dict[str, Tensor] = {}
+        self._made_of: tuple = ()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of the whole tensor by global name, None when the checkpoint has none; reads nothing."""
+        local = name.removeprefix(self.prefix)
+        recipe = self._recipes.get(local)
+        if recipe is None:
+            return None
+        if recipe.converter is None:
+            return self.source.shape(recipe.sources[0][0])
+        made = recipe.make(lambda source: torch.empty(self.source.shape(source), device="meta"), self.model)
+        return tuple(made[local].shape) if local in made else None
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
-        """A tensor (or its part) by global name, None when the checkpoint has none."""
+        """A tensor (or its part) by global name, None when the checkpoint has none.
+
+        A conversion is read in whole, once for all tensors it makes, except that of several experts only
+        those asked for are.
+        """
         local = name.removeprefix(self.prefix)
         recipe = self._recipes.get(local)
         if recipe is None:
             return None
         if recipe.converter is None:
             return self.source.read(recipe.sources[0][0], index)
-        if local not in self._made:
-            self._made = recipe.make(self.source.read, self.model)
+        if index and recipe.stacks and index[0] != slice(None):
+            recipe = recipe.rows(index[0].start, index[0].stop)
+            index = (slice(None), *index[1:])
+        if self._made_of != recipe.sources:
+            self._made, self._made_of = recipe.make(self.source.read, self.model), recipe.sources
         value = self._made.get(local)
         return value[tuple(index)] if value is not None and index else value
 
@@ -147,26 +167,27 @@ def load_module(
     names: Mapping[str, str],
     weights: PartWeights,
     *,
-    slices: Mapping[str, Sequence[slice]] | None = None,
+    regions: Mapping[str, Region] | None = None,
     device: torch.device | str | None = None,
 ) -> set[str]:
     """Load those parameters of ``names`` (local -> global) that ``weights`` is for; their local names.
 
-    ``slices``: for a local name, the part of the full tensor the module holds. What is missing or has
-    another shape is noted in ``weights`` and left as it is; ``check_weights`` raises.
+    ``regions``: for a local name, the part of the whole that the module holds; no more is read. What is
+    missing or has another shape is noted in ``weights`` and left as it is; ``check_weights`` raises.
     """
     taken = set()
     for local, name in names.items():
         if not name.startswith(weights.prefix):
             continue
         taken.add(local)
-        shape = module.get_parameter(local).shape
-        value = weights.read(name, (slices or {}).get(local))
-        if value is None:
+        region = (regions or {}).get(local) or Region.whole(tuple(module.get_parameter(local).shape))
+        shape = weights.shape(name)
+        if shape is None:
             weights.missing.append(name)
-        elif value.shape != shape:
-            weights.misshaped.append(f"{name} is {list(value.shape)}, the config says {list(shape)}")
+        elif shape != region.shape:
+            weights.misshaped.append(f"{name} is {list(shape)}, the config says {list(region.shape)}")
         else:
+            value = weights.read(name, None if region.is_whole else region.index)
             assign(module, local, value, device)
     return taken
 
@@ -178,13 +199,16 @@ def fill_module(
     seed: int,
     std: float | None = None,
     *,
-    slices: Mapping[str, Sequence[slice]] | None = None,
     device: torch.device | str | None = None,
 ) -> None:
-    """Load what the checkpoints hold of a module and draw the rest (``init_module``)."""
+    """Load what the checkpoints hold of a module and draw the rest (``init_module``).
+
+    A module that holds parts of parameters says which in ``regions()``.
+    """
     taken: set[str] = set()
+    regions = module.regions() if hasattr(module, "regions") else {}
     for part in weights:
-        taken |= load_module(module, names, part, slices=slices, device=device)
+        taken |= load_module(module, names, part, regions=regions, device=device)
     init_module(module, names, seed, std, only=[name for name in names if name not in taken], device=device)
 
 

@@ -90,7 +90,9 @@ def plan_of(
     options = PlanOptions(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
+        llm_zero_stage=0 if config.omni.llm.freeze else config.zero_optimization.stage,
         balance_mode=config.omni.balance.mode,
+        long_short=config.omni.encoder_parallel.long_short,
         max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),

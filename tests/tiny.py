@@ -9,13 +9,53 @@ ROOT = Path(__file__).resolve().parent.parent
 DIGITS = ROOT / "data" / "digits"
 
 
-def make_checkpoints(folder: Path, *, tied: bool = False, seed: int = 5) -> None:
-    """Save random Qwen3, SigLIP and Whisper checkpoints of the real classes under ``folder``."""
+# Language models by name: what differs from the smallest one, which has 4 heads on 2 key-value heads.
+LLMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "uneven": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 45,
+        "vocab_size": 353,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.05,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def llm_config(name: str, vocabulary: int, tied: bool = False):
+    """A tiny HF configuration of the family that ``LLMS[name]`` asks for."""
+    from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
+
+    cls = {"qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig}.get(name, Qwen3Config)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.05,
+    }
+    return cls(**(sizes | LLMS[name]))
+
+
+def make_checkpoints(folder: Path, *, tied: bool = False, llm: str = "dense", seed: int = 5) -> None:
+    """Save random LLM (:data:`LLMS`), SigLIP and Whisper checkpoints of the real classes under ``folder``."""
     import torch
     from transformers import (
+        AutoModelForCausalLM,
         AutoTokenizer,
-        Qwen3Config,
-        Qwen3ForCausalLM,
         SiglipVisionConfig,
         SiglipVisionModel,
         WhisperConfig,
@@ -24,17 +64,7 @@ def make_checkpoints(folder: Path, *, tied: bool = False, seed: int = 5) -> None
 
     tokenizer = AutoTokenizer.from_pretrained(DIGITS / "tokenizer")
     torch.manual_seed(seed)
-    llm = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tied,
-        initializer_range=0.05,
-    )
+    language = AutoModelForCausalLM.from_config(llm_config(llm, len(tokenizer), tied))
     vision = SiglipVisionConfig(
         hidden_size=24,
         intermediate_size=32,
@@ -61,7 +91,7 @@ def make_checkpoints(folder: Path, *, tied: bool = False, seed: int = 5) -> None
         decoder_start_token_id=0,
     )
     for name, model in (
-        ("llm", Qwen3ForCausalLM(llm)),
+        ("llm", language),
         ("vision", SiglipVisionModel(vision)),
         ("audio", WhisperModel(audio)),
     ):

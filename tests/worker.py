@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def train_and_collect(
@@ -11,8 +12,8 @@ def train_and_collect(
     """Train and return what parity tests compare.
 
     Returns:
-        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name (rank 0 only
-        holds the encoders' and, of the LLM, its own stage's).
+        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name: the
+        encoders' and, on the first of the ranks that share a stage's parameters, that stage's.
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config
@@ -24,27 +25,45 @@ def train_and_collect(
     runtime = run.runtime
 
     def weights() -> dict[str, torch.Tensor]:
-        found = {n: t.clone().cpu() for n, t in full_parameters(runtime.module.global_names())}
+        held, shards = runtime.module.held(), runtime.groups.shards
+        check_copies(held, shards)
+        found = {n: t.clone().cpu() for n, t in full_parameters(held, shards)}
         with runtime.encoders.ranks.active():
             found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
         return found
 
-    initial, losses, norms, plans = weights(), [], [], []
+    initial, losses, router_losses, norms, plans = weights(), [], [], [], []
     last = steps if steps is not None else run.config.omni.train.max_steps
     for batch in run.batches(0, last):
         failed = agree_on_step(batch.step_plan, sorted({r for r, _ in batch.failed}), runtime.groups.control)
         result = runtime.executor.run(prepare(batch, runtime.rank, failed, runtime.device))
         losses.append(result.loss)
+        router_losses.append(result.auxiliary_loss)
         norms.append(result.grad_norm)
         plans.append(batch.step_plan.micro_batches)
     return {
         "losses": losses,
+        "router_losses": router_losses,
         "norms": norms,
         "initial": initial,
         "final": weights(),
         "micro_batches": plans,
         "rank": runtime.rank,
     }
+
+
+def check_copies(held: list, shards: dist.ProcessGroup) -> None:
+    """Ranks of ``shards`` that hold the same part of a parameter hold equal values."""
+    from omni_ds.checkpoint.full_weights import held_weights
+
+    mine = {(h.name, h.region): tensor.cpu() for h, tensor in held_weights(held)}
+    everyone: list = [None] * dist.get_world_size(shards)
+    dist.all_gather_object(everyone, mine, group=shards)
+    for theirs in everyone:
+        differing = [
+            part for part in mine.keys() & theirs.keys() if not torch.equal(mine[part], theirs[part])
+        ]
+        assert not differing, f"copies differ: {differing}"
 
 
 def merge_weights(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:

@@ -8,15 +8,32 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from models.masks import Packing
 from models.projector import Projector
+from omni_ds.parallel.ulysses import Ulysses
 from omni_ds.plan.encoder_meta import EncoderMeta
+
+
+@dataclass(frozen=True)
+class ItemSlice:
+    """One of the slices of an item. ``bounds``: tokens of all of them, (0, ..., T); ``group``: the ranks that
+    encode them, in that order."""
+
+    index: int
+    bounds: tuple[int, ...]
+    group: ProcessGroup
+
+    @property
+    def ulysses(self) -> Ulysses:
+        return Ulysses(self.group, self.bounds)
 
 
 class Encoder(nn.Module):
@@ -72,13 +89,32 @@ class Encoder(nn.Module):
         assert rows.shape[0] == expected, f"{rows.shape[0]} feature rows, the plan expects {expected}"
         return rows
 
+    def forward_slice(self, value: Tensor, part: ItemSlice) -> Tensor:
+        """Feature rows [rows of the slice, H] of one rank's slice of an item that a group encodes together.
+
+        Collective over the group in every layer, forward and backward. ``value``: the whole item.
+        """
+        trains = any(parameter.requires_grad for parameter in self.tower.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+            features, grid = self.slice_features(value, part)
+        return self.projector(features, [grid])
+
+    def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
+        """Tower features [rows * columns, C] of a slice and their (rows, columns)."""
+        raise NotImplementedError(f"{self.name}: items of this encoder are not cut inside a segment")
+
     @abstractmethod
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """Tower features [sum of rows * columns, C] and the (rows, columns) of each item's tokens."""
 
-    def run_layers(self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int]) -> Tensor:
-        """Tower layers, each called once, on packed tokens [T, C]; attention stays inside segments."""
-        packing = Packing.of(segments, hidden.device)
+    def run_layers(
+        self, layers: nn.ModuleList, hidden: Tensor, segments: Sequence[int], ulysses: Ulysses | None = None
+    ) -> Tensor:
+        """Tower layers, each called once, on packed tokens [T, C]; attention stays inside segments.
+
+        ``ulysses``: the segments are cut over a group, of which this rank holds the tokens given.
+        """
+        packing = replace(Packing.of(segments, hidden.device), ulysses=ulysses)
         hidden = hidden.unsqueeze(0)
         for layer in layers:
             if self.recompute and torch.is_grad_enabled():

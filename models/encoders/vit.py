@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
-from models.encoders.base import Encoder
+from models.encoders.base import Encoder, ItemSlice
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
@@ -70,8 +70,10 @@ class VitEncoder(Encoder):
         encoder = self.tower.encoder
         return encoder.layer if hasattr(encoder, "layer") else encoder.layers
 
-    def embed(self, images: Sequence[Tensor]) -> Tensor:
+    def embed(self, images: Sequence[Tensor], tokens: tuple[int, int] | None = None) -> Tensor:
         """Images [channels, height, width] -> packed tokens [sum of prefix + patches, C], positions added.
+
+        ``tokens``: only these of a single image, [start, stop); the convolution runs on their patches alone.
 
         The ``forward`` of the tower's embeddings module, in the place of HF's, which takes one size a call.
         The calls of modules do not depend on the images, because under ZeRO-3 a call is a collective, and a
@@ -81,15 +83,22 @@ class VitEncoder(Encoder):
         convolution = embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
         grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
         pieces = [_patches(image, patch) for image in images]
+        counts = [rows * columns for rows, columns in grids]
+        start, stop = (0, 0) if tokens is None else (max(0, end - self.meta.prefix) for end in tokens)
+        if tokens is not None:
+            pieces, counts = [pieces[0][start:stop]], [stop - start]
         pixels = torch.cat(pieces).to(convolution.weight.device, convolution.weight.dtype)
-        tokens = convolution(pixels).flatten(1)
+        embedded = convolution(pixels).flatten(1)
         positions = self._positions(dict.fromkeys(grids))
         prefix = self._prefix()
         items = []
-        for piece, grid in zip(tokens.split([rows * columns for rows, columns in grids]), grids, strict=True):
-            table = positions[grid]
-            head, tail = table[: table.shape[0] - piece.shape[0]], table[table.shape[0] - piece.shape[0] :]
-            if prefix is not None:  # registers follow the CLS token and have no position
+        for piece, grid in zip(embedded.split(counts), grids, strict=True):
+            table, before = positions[grid], positions[grid].shape[0] - grid[0] * grid[1]
+            head, tail = table[:before], table[before:]
+            if tokens is not None:
+                tail = tail[start:stop]
+            if prefix is not None and (tokens is None or tokens[0] == 0):
+                # registers follow the CLS token and have no position
                 items += [prefix[:1] + head, prefix[1:]]
             items.append(piece + tail)
         return torch.cat(items)
@@ -123,6 +132,18 @@ class VitEncoder(Encoder):
                 resized = F.interpolate(native, size=grid, mode="bicubic", align_corners=False)
                 tables[grid] = torch.cat([table[: self.meta.prefix], resized[0].flatten(1).T])
         return tables
+
+    def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
+        prefix, columns = self.meta.prefix, value.shape[2] // self.meta.patch
+        hidden = self.tower.embeddings([value], (part.bounds[part.index], part.bounds[part.index + 1]))
+        if hasattr(self.tower, "pre_layrnorm"):
+            hidden = self.tower.pre_layrnorm(hidden)
+        hidden = self.run_layers(self.layers, hidden, [part.bounds[-1]], part.ulysses)
+        if part.index == 0:
+            hidden = hidden[prefix:]
+        patches = hidden.shape[0]
+        whole_rows = self.meta.reduction == "pixel_shuffle"
+        return hidden, (patches // columns, columns) if whole_rows else (1, patches)
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         hidden = self.tower.embeddings(list(values))

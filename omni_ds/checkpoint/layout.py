@@ -7,9 +7,12 @@
         llm-00000.safetensors    fragments of rank 0, one 1-D fp32 tensor each
         encoders-00000.safetensors
 
-A fragment is stored as ``<global parameter name>|<offset>|<key>``: ``key`` is ``weight`` (the fp32 master) or
-an optimizer state; ``offset`` counts elements of the flattened parameter. Nothing depends on how many ranks
-wrote it, and nothing is unpickled.
+A parameter is looked at as a matrix [first dimension, all others] (``omni_ds/plan/region.py``). A fragment
+is a range of a flattened rectangle of it, stored as ``<global name>|<rows>|<columns>|<offset>|<key>``:
+``rows`` and ``columns`` are ``start:stop`` of the rectangle, ``offset`` counts its elements row by row,
+``key`` is ``weight`` (the fp32 master) or an optimizer state. ``index.json`` lists the fragments of every
+parameter. Every element is stored once, whoever holds copies; nothing depends on how many ranks wrote it or
+how they shared the model, and nothing is unpickled.
 """
 
 import json
@@ -17,9 +20,10 @@ import os
 import shutil
 from pathlib import Path
 
+from omni_ds.checkpoint.overlap import Piece
 from omni_ds.errors import UserError
 
-FORMAT = 1
+FORMAT = 2  # 1 had no rectangles: whole parameters were cut into ranges
 INDEX = "index.json"
 LATEST = "latest"
 
@@ -28,13 +32,10 @@ def tag_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def fragment_key(name: str, offset: int, key: str) -> str:
-    return f"{name}|{offset}|{key}"
-
-
-def parse_fragment_key(text: str) -> tuple[str, int, str]:
-    name, offset, key = text.rsplit("|", 2)
-    return name, int(offset), key
+def fragment_key(name: str, piece: Piece, key: str) -> str:
+    """Name of a stored tensor."""
+    (top, bottom), (left, right) = piece.region.rows, piece.region.columns
+    return f"{name}|{top}:{bottom}|{left}:{right}|{piece.offset}|{key}"
 
 
 def write_atomically(path: Path, text: str) -> None:

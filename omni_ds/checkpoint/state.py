@@ -1,19 +1,22 @@
 """Save and resume a run: weights, optimizer moments, schedules and data position, under any layout."""
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.parameters import HeldParameter
+from omni_ds.checkpoint.copies import Part
+from omni_ds.checkpoint.fill import fill
 from omni_ds.checkpoint.fragments import WEIGHT, Fragment, fragments
 from omni_ds.checkpoint.layout import (
     FORMAT,
@@ -36,23 +39,26 @@ class EngineState:
     Attributes:
         name: file prefix, ``llm`` or ``encoders``.
         optimizer: the DeepSpeed optimizer.
-        named: global name -> parameter on this rank.
+        held: its parameters on this rank.
         refresh: copies loaded fp32 weights into the model.
+        owned: parts that this rank writes; None where no other rank holds copies.
     """
 
     name: str
     optimizer: object
-    named: Mapping[str, nn.Parameter]
+    held: Sequence[HeldParameter]
     refresh: Callable[[], None]
+    owned: Set[Part] | None = None
 
     def fragments(self) -> Iterable[Fragment]:
-        """This rank's fragments; a tied weight counts on the first stage that holds it."""
-        owned = {n: p for n, p in self.named.items() if not getattr(p, "ds_pipe_replicated", False)}
-        return fragments(self.optimizer, owned)
+        """All fragments on this rank, for loading."""
+        return fragments(self.optimizer, self.held)
 
-    def inner(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside."""
-        return self.optimizer.optimizer
+    def owned_fragments(self) -> Iterable[Fragment]:
+        """Those that this rank writes; a tied weight counts on the first stage that holds it."""
+        first = [h for h in self.held if not getattr(h.parameter, "ds_pipe_replicated", False)]
+        found = fragments(self.optimizer, first)
+        return (f for f in found if self.owned is None or f.part in self.owned)
 
 
 def save(
@@ -72,7 +78,7 @@ def save(
         keep_last: how many to keep; None keeps all.
 
     Raises:
-        UserError: the folder cannot be written; on every rank.
+        UserError: the folder cannot be written, or parts do not make up a parameter; on every rank.
     """
     rank = dist.get_rank(group)
     final = root / tag_of(step)
@@ -119,35 +125,48 @@ def _publish(
 
 def _write_engine(folder: Path, engine: EngineState, rank: int) -> dict:
     tensors: dict[str, Tensor] = {}
-    table: list[tuple[str, int, int]] = []
+    table: dict[str, dict] = {}
     groups: dict[str, dict] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for fragment in engine.fragments():
+    file = f"{engine.name}-{rank:05d}.safetensors"
+    for fragment in engine.owned_fragments():
         for key, value in fragment.tensors.items():
-            tensors[fragment_key(fragment.name, fragment.offset, key)] = (
-                value.detach().cpu().contiguous().clone()
-            )
-        table.append((fragment.name, fragment.offset, fragment.length))
-        shapes[fragment.name] = fragment.shape
+            stored = fragment_key(fragment.name, fragment.piece, key)
+            assert stored not in tensors, f"{stored} is held twice"
+            tensors[stored] = value.detach().cpu().contiguous().clone()
+        entry = table.setdefault(
+            fragment.name, {"shape": fragment.region.shape, "group": fragment.group, "pieces": []}
+        )
+        region = fragment.region
+        entry["pieces"].append([*region.rows, *region.columns, fragment.offset, fragment.length, file])
         states = sorted(key for key in fragment.tensors if key != WEIGHT)
         groups[fragment.group] = {"states": states, "scalars": dict(fragment.scalars)}
-    file = f"{engine.name}-{rank:05d}.safetensors"
     if tensors:
         save_file(tensors, folder / file)
-    return {"file": file, "fragments": table, "groups": groups, "shapes": shapes}
+    return {"parameters": table, "groups": groups}
 
 
 def _merge(manifests: Sequence[dict]) -> dict:
-    """One engine's table: fragments by parameter, sorted; group scalars; shapes."""
-    where: dict[str, list] = {}
+    """One engine's table: shape, group and pieces of every parameter; state and scalars of every group.
+
+    Raises:
+        UserError: the ranks did not write every element once.
+    """
+    parameters: dict[str, dict] = {}
     groups: dict[str, dict] = {}
-    shapes: dict[str, list[int]] = {}
     for manifest in manifests:
-        for name, offset, length in manifest["fragments"]:
-            where.setdefault(name, []).append([offset, length, manifest["file"]])
         groups.update(manifest["groups"])
-        shapes.update({name: list(shape) for name, shape in manifest["shapes"].items()})
-    return {"fragments": {n: sorted(p) for n, p in where.items()}, "groups": groups, "shapes": shapes}
+        for name, entry in manifest["parameters"].items():
+            known = parameters.setdefault(name, {**entry, "shape": list(entry["shape"]), "pieces": []})
+            known["pieces"] += entry["pieces"]
+    for name, entry in parameters.items():
+        entry["pieces"].sort()
+        written = sum(length for *_, length, _ in entry["pieces"])
+        if written != math.prod(entry["shape"]):
+            raise UserError(
+                f"checkpoint: {written} elements of {name} {entry['shape']} would be written; the layers' "
+                "regions are wrong. The last checkpoint is untouched; please report this"
+            )
+    return {"parameters": parameters, "groups": groups}
 
 
 def find(root: Path, tag: str | None) -> Path:
@@ -178,85 +197,4 @@ def load(folder: Path, index: dict, engines: Sequence[EngineState]) -> None:
     for engine in engines:
         if engine.name not in index["engines"]:
             raise UserError(f"{folder} has no state of the {engine.name}; was it written with them frozen?")
-        _load_engine(folder, engine, index["engines"][engine.name])
-
-
-def _load_engine(folder: Path, engine: EngineState, stored: dict) -> None:
-    _make_states(engine, stored["groups"])
-    files: dict[str, object] = {}
-
-    def open_file(name: str):
-        if name not in files:
-            files[name] = safe_open(folder / name, framework="pt")
-        return files[name]
-
-    problems = []
-    # Unlike saving, a tied copy is loaded on every stage that holds it.
-    for fragment in fragments(engine.optimizer, engine.named):
-        shape = stored["shapes"].get(fragment.name)
-        if shape is None:
-            problems.append(f"{fragment.name}: not in the checkpoint")
-        elif tuple(shape) != fragment.shape:
-            problems.append(
-                f"{fragment.name}: {tuple(shape)} in the checkpoint, {fragment.shape} in the model"
-            )
-        else:
-            for key, target in fragment.tensors.items():
-                _copy_range(target, fragment, key, stored["fragments"][fragment.name], open_file)
-    if problems:
-        raise UserError(f"{folder} does not fit the model:\n  " + "\n  ".join(problems))
-
-
-def _copy_range(target: Tensor, fragment: Fragment, key: str, pieces: Sequence, open_file: Callable) -> None:
-    wanted_end = fragment.offset + fragment.length
-    copied = 0
-    for offset, length, file in pieces:
-        start, end = max(offset, fragment.offset), min(offset + length, wanted_end)
-        if start >= end:
-            continue
-        view = open_file(file).get_slice(fragment_key(fragment.name, offset, key))
-        target[start - fragment.offset : end - fragment.offset].copy_(view[start - offset : end - offset])
-        copied += end - start
-    if copied != fragment.length:
-        raise UserError(
-            f"{fragment.name}: the checkpoint holds {copied} of the {fragment.length} elements of {key} "
-            f"from {fragment.offset} on; a file is incomplete"
-        )
-
-
-def _make_states(engine: EngineState, groups: Mapping[str, dict]) -> None:
-    """Optimizer state of the stored kind for every flat parameter, for fragments to be written into."""
-    inner = engine.inner()
-    for group in inner.param_groups:
-        stored = groups.get(str(group.get("name")))
-        if stored is None:
-            continue
-        for parameter in group["params"]:
-            _make_state(inner, parameter, stored)
-    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3 steps flat sub-groups
-        for number, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
-            group = inner.param_groups[engine.optimizer.sub_group_to_group_id[number]]
-            stored = groups.get(str(group.get("name")))
-            if stored is not None:
-                _make_state(inner, flat, stored)
-
-
-def _make_state(inner: torch.optim.Optimizer, parameter: Tensor, stored: dict) -> None:
-    if not stored["states"] and not stored["scalars"]:
-        return  # saved before the first step
-    state = inner.state[parameter]
-    for key in stored["states"]:
-        if key not in state:
-            state[key] = torch.zeros_like(parameter.data)
-    for key, value in stored["scalars"].items():
-        if isinstance(value, int):  # DeepSpeed's own optimizers count in Python
-            state[key] = value
-            continue
-        # One tensor each: a shared one would be advanced once per parameter.
-        device = state[key].device if torch.is_tensor(state.get(key)) else _scalar_device(inner, parameter)
-        state[key] = torch.tensor(value, dtype=torch.float32, device=device)
-
-
-def _scalar_device(inner: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
-    fused = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    return parameter.device if fused else torch.device("cpu")
+        fill(folder, engine.optimizer, engine.held, index["engines"][engine.name])

@@ -50,11 +50,22 @@ class DataTypes(Section):
     """In which gradients are accumulated; null: fp32."""
 
 
+class Offload(Section):
+    """Where the LLM's optimizer state, or its sharded weights, are kept. Encoders stay on the GPU."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """cpu: in the memory of the host. nvme is refused."""
+    pin_memory: bool = False
+    """Lock that memory, so that copies to and from the GPU are faster."""
+
+
 class Zero(Section):
-    """ZeRO of the LLM. The other keys hold for the encoders too (their stage: `omni.encoder_parallel`)."""
+    """ZeRO of the LLM. The other keys but offloading hold for the encoders too (their stage:
+    `omni.encoder_parallel`)."""
 
     stage: Literal[0, 1, 2, 3] = 1
-    """1: shard the optimizer state over the data-parallel ranks."""
+    """Over the data-parallel ranks: 1 shards the optimizer state, 2 gradients too, 3 weights too; 0
+    shards nothing. 2 and 3 need one pipeline stage, 0 needs float32."""
     contiguous_gradients: bool | None = None
     """Copy gradients to one buffer as they are made."""
     reduce_scatter: bool | None = None
@@ -81,10 +92,11 @@ class Zero(Section):
     """Elements kept whole at once (stage 3)."""
     stage3_max_reuse_distance: NonNegativeFloat | None = None
     """Keep weights that are used again within so many elements (stage 3)."""
-    offload_optimizer: dict[str, Any] | None = None
-    """Not supported yet."""
-    offload_param: dict[str, Any] | None = None
-    """Not supported yet."""
+    offload_optimizer: Offload | None = None
+    """Keep the LLM's optimizer state (stage 2 and 3: and gradients) in host memory and update it there;
+    stages 1 to 3. AdamW, Adam and SGD run there as they are, CPUAdam is DeepSpeed's faster one."""
+    offload_param: Offload | None = None
+    """Keep the LLM's sharded weights in host memory; stage 3 with offload_optimizer."""
 
 
 class Pipeline(Section):
@@ -93,7 +105,9 @@ class Pipeline(Section):
     stages: Auto | PositiveInt = "auto"
     """Number of pipeline stages; auto: 1."""
     activation_checkpoint_interval: NonNegativeInt = 0
-    """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them."""
+    """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them.
+    k > 1: keep the input of every k-th layer of the LLM in a stage and recompute k layers at once; encoders
+    as with 1."""
 
 
 class ActivationCheckpointing(Section):
@@ -200,7 +214,7 @@ class PassedOn(Section):
 REFUSED = {
     "amp": 'apex mixed precision is not used here; set "bf16": {"enabled": true}',
     "torch_autocast": 'precision is bf16 with float32 master weights here; set "bf16": {"enabled": true}',
-    "aio": "offloading to NVMe is not supported yet; remove it",
+    "aio": "offloading to NVMe is not supported; remove it",
     "autotuning": "DeepSpeed's autotuner does not know this training loop; remove it",
     "checkpoint": "checkpoints have their own format here; see omni.checkpoint",
     "compile": "compiling the model is not supported; remove it",
@@ -219,6 +233,6 @@ REFUSED = {
     "sparse_gradients": "it is not supported; remove it",
     "weight_quantization": "it is not supported; remove it",
     "zero_allow_untested_optimizer": "it is always on here; remove it",
-    "zero_force_ds_cpu_optimizer": "offloading is not supported yet; remove it",
+    "zero_force_ds_cpu_optimizer": "it is always off here; remove it, and use optimizer.type CPUAdam",
     "comet": "use tensorboard, csv_monitor or wandb",
 }

@@ -18,13 +18,23 @@ _NEVER = 2**31 - 1
 def llm_engine_config(config: Config, micro_batches: int, data_degree: int) -> dict[str, Any]:
     """DeepSpeed's dict for the LLM, with `micro_batches` a step on each of `data_degree` replicas.
 
-    To DeepSpeed a micro-batch is one sample. A frozen LLM has no optimizer, and so no ZeRO.
+    To DeepSpeed a micro-batch is one sample. A frozen LLM has no optimizer, and so no ZeRO. Offloaded
+    optimizer state is updated by the optimizer that we build, torch's own too: DeepSpeed's needs a compiler.
     """
-    return {
+    result = {
         "train_batch_size": micro_batches * data_degree,
         **_shared(config, micro_batches, 0 if config.omni.llm.freeze else config.zero_optimization.stage),
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+        "zero_force_ds_cpu_optimizer": False,
     }
+    offload = config.zero_optimization
+    for key, section in (
+        ("offload_optimizer", offload.offload_optimizer),
+        ("offload_param", offload.offload_param),
+    ):
+        if section is not None and section.device != "none":
+            result["zero_optimization"][key] = section.model_dump()
+    return result
 
 
 def encoder_engine_config(config: Config) -> dict[str, Any]:

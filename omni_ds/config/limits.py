@@ -80,23 +80,7 @@ def _encoders(config: Config) -> Iterator[str]:
 
 
 def _llm_memory(config: Config) -> Iterator[str]:
-    zero, checkpointing = config.zero_optimization, config.activation_checkpointing
-    if zero.stage >= 2:
-        yield (
-            f"zero_optimization.stage: {zero.stage} of the LLM is not supported yet: it runs in the "
-            f"pipeline engine; use 1 (omni.encoder_parallel.zero_stage may be 1, 2 or 3)"
-        )
-    for option in ("offload_optimizer", "offload_param"):
-        if (getattr(zero, option) or {}).get("device", "none") != "none":
-            yield (
-                f"zero_optimization.{option} is not supported yet: weights and optimizer state stay on the "
-                f"device; use more pipeline.stages, or remove it"
-            )
-    if config.pipeline.activation_checkpoint_interval > 1:
-        yield (
-            f"pipeline.activation_checkpoint_interval: {config.pipeline.activation_checkpoint_interval} "
-            "is not supported yet: activations are recomputed layer by layer; use 1"
-        )
+    checkpointing = config.activation_checkpointing
     if checkpointing is not None:
         for option, value in checkpointing.model_dump().items():
             if value is True:

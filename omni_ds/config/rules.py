@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni_ds.config.root import Config
 
 _REDUCES = {"pixel_shuffle": "image", "frame_stack": "audio"}
+_ON_GPU = ("fusedadam", "lamb", "lion")  # DeepSpeed's kernels
 _PROCESSOR_KEYS = {
     "max_seconds": "audio",
     "pad_to_window": "audio",
@@ -173,10 +174,10 @@ def _precision(config: Config) -> Iterator[str]:
 
 def _zero(config: Config) -> Iterator[str]:
     stage, stages = config.zero_optimization.stage, config.pipeline.stages
-    if stage == 0:
+    if stage == 0 and config.bf16.enabled is not False and not config.omni.llm.freeze:
         yield (
-            "zero_optimization.stage: 0 clips by a wrong gradient norm under pipeline parallelism; use 1 "
-            "(its result is the same as that of unsharded training)"
+            "zero_optimization.stage: 0 has no float32 weights beside those in bf16; use 1 (the same result "
+            "with less memory), or set bf16.enabled to false"
         )
     if stage >= 2 and stages != "auto" and stages > 1:
         yield (
@@ -184,6 +185,42 @@ def _zero(config: Config) -> Iterator[str]:
             f"which a pipeline of {stages} stages needs whole until its last micro-batch; set "
             f"zero_optimization.stage to 1, or pipeline.stages to 1 (omni.encoder_parallel.zero_stage may "
             f"be 1, 2 or 3 in any case)"
+        )
+
+
+def _offload(config: Config) -> Iterator[str]:
+    zero, kind = config.zero_optimization, config.optimizer.type
+    found = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
+    devices = {key: "none" if section is None else section.device for key, section in found.items()}
+    for key, device in devices.items():
+        if device == "nvme":
+            yield f'zero_optimization.{key}.device: nvme is not supported; use "cpu"'
+    if set(devices.values()) == {"none"}:
+        return
+    if config.omni.llm.freeze:
+        yield (
+            "zero_optimization: a frozen LLM has no optimizer state, and its weights stay on the GPU; remove "
+            "offload_optimizer and offload_param, and use more pipeline.stages if it does not fit"
+        )
+    elif zero.stage == 0:
+        yield (
+            "zero_optimization.offload_optimizer: stage 0 updates the weights where they are; use stage 1, 2 "
+            "or 3"
+        )
+    elif devices["offload_param"] != "none" and zero.stage != 3:
+        yield (
+            f"zero_optimization.offload_param: stage {zero.stage} keeps the weights whole on the GPU; use "
+            f"stage 3 with pipeline.stages 1, or remove it (offload_optimizer works with stage {zero.stage})"
+        )
+    elif devices["offload_param"] != "none" and devices["offload_optimizer"] == "none":
+        yield (
+            'zero_optimization.offload_param: needs offload_optimizer as well; set it to {"device": "cpu"}, '
+            "or remove offload_param"
+        )
+    if kind.lower() in _ON_GPU:
+        yield (
+            f"optimizer.type: {kind} updates on the GPU and zero_optimization.offload_optimizer in host "
+            "memory; use AdamW or CPUAdam"
         )
 
 
@@ -208,6 +245,7 @@ _RULES = (
     _evaluation,
     _precision,
     _zero,
+    _offload,
     _optimizer,
     _scheduler,
 )

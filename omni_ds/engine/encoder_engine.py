@@ -6,7 +6,7 @@ collectives and each rank may run them when it has time. ZeRO-3 is the exception
 parameters, so every rank runs the planned passes in the same order.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from models.encoders import RuntimeEncoders
+from models.encoders import ItemSlice, RuntimeEncoders
 from omni_ds.engine.encoder_ranks import EncoderRanks
 from omni_ds.engine.optimizer_adapter import OptimizerAdapter, adapt
 
@@ -66,7 +66,7 @@ class EncoderEngine:
         self._hidden_size = hidden_size
         self._zero_stage = zero_stage
         self._dtype, self._device = dtype, device
-        self._live: dict[int, _LiveWindow] = {}
+        self._live: dict[Hashable, _LiveWindow] = {}
         self._accumulation: ExitStack | None = None
         self._remaining: list[int] = []
         self.adapter: OptimizerAdapter | None = None
@@ -157,8 +157,33 @@ class EncoderEngine:
             output = self.engine(present, minimal) if keep_graph else module(present, minimal)
         return output, set(present)
 
-    def backward(self, window: int, gradient: Tensor) -> None:
-        """Accumulate parameter gradients of a window.
+    def forward_slice(
+        self, key: Hashable, name: str, value: Tensor, part: ItemSlice, keep_graph: bool
+    ) -> Tensor:
+        """Encode this rank's slice of an item that a group of ranks encodes together; collective over it.
+
+        Not under ZeRO-3, where every pass is a collective of the world.
+
+        Args:
+            key: ``backward`` refers to it.
+            name: of the encoder.
+            value: the whole item.
+
+        Returns:
+            [rows of the slice, hidden_size], without a graph.
+        """
+        trains = any(name in module.encoders for module in [self._modules["trainable"]] if module is not None)
+        module = self._modules["trainable" if trains else "frozen"]
+        value = value.to(self._device, non_blocking=True).to(self._dtype)
+        with self.ranks.active(), torch.set_grad_enabled(keep_graph and trains):
+            output = module.encoders[name].forward_slice(value, part)
+        if keep_graph and trains:
+            every_row = torch.arange(output.shape[0], device=self._device)
+            self._live[key] = _LiveWindow(output, every_row)
+        return output.detach()
+
+    def backward(self, window: Hashable, gradient: Tensor) -> None:
+        """Accumulate parameter gradients of a window, or of the slice of that key.
 
         Args:
             gradient: [rows, hidden_size] of the window output, already scaled so that the mean over the
@@ -207,17 +232,8 @@ class EncoderEngine:
 
     def _fill_missing_gradients(self) -> None:
         """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
-        optimizer = self.engine.optimizer
         parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-        missing = [p for p in parameters if not self.adapter.has_gradient(p)]
-        if not missing:
-            return
-        if isinstance(optimizer, BF16_Optimizer):
-            optimizer.clear_lp_grads(set_to_none=True)
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        if isinstance(optimizer, BF16_Optimizer):
-            optimizer.update_hp_grads(clear_lp_grads=True)
+        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from models.packed import PackedBatch
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.llm_engine import sum_over_ranks
-from omni_ds.engine.loss import TargetScores
+from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
@@ -108,9 +108,7 @@ class StepExecutor:
         where = plan.mesh.coords(rank)
         self._stage = where.pipe
         self._last_stage = self._stage == plan.mesh.pipe - 1
-        # Tensor ranks compute the same losses; sequence ranks those of their targets, and one router loss.
-        self._counts_loss = where.tensor == 0
-        self._counts_auxiliary = where.tensor == 0 and where.sequence == 0
+        self._counts_loss = where.tensor == 0  # tensor ranks compute the same losses
         self._activations = Channel(groups.activations, device, "activations")
         self._gradients = Channel(groups.gradients, device, "activation gradients")
         self._features = Channel(groups.features, device, "features")
@@ -168,7 +166,7 @@ class StepExecutor:
         for channel in self._channels():
             channel.flush()
         self._encoders.discard_live()
-        sums = [_total(self._losses, self._counts_loss), _total(self._auxiliary, self._counts_auxiliary)]
+        sums = [_total(values, self._counts_loss) for values in (self._losses, self._auxiliary)]
         loss, auxiliary = sum_over_ranks(sums, self._groups.control)
         self._result.loss = loss / max(step.target_tokens, 1)
         self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
@@ -228,7 +226,7 @@ class StepExecutor:
         with self._clock(action):
             output, auxiliary = self._llm.forward(batch, hidden)
             if self._last_stage and not self._train:
-                scores = TargetScores.of(output)
+                scores = target_scores(output)
                 self._result.scores[index] = scores
                 self._losses.append(scores.loss.double().sum())
                 return

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from omni_ds.checkpoint.copies import in_first_shards
 from omni_ds.checkpoint.export import ExportParts, ShardWriter, check_export_target, finish_export
 from omni_ds.checkpoint.export_shards import Manifest
 from omni_ds.checkpoint.full_weights import full_parameters
@@ -25,29 +26,32 @@ def check_target(out_dir: str, runtime_group: dist.ProcessGroup) -> None:
 def export_model(out_dir: str, config: Config, composition: Composition, runtime: Runtime) -> Path:
     """Export to ``out_dir``; collective over the world.
 
-    The stages' parameters are written by the first replica, the encoders' by rank 0.
+    The parameters of a stage are written by its first rank, which gathers them from those that hold parts;
+    the encoders' by rank 0.
 
     Raises:
         UserError: the folder cannot be written; on every rank.
     """
     group = runtime.groups.control
-    where = runtime.plan.mesh.coords(runtime.rank)
-    writes_stage = where.data == 0 and where.sequence == 0
     writer = all_or_error(
         lambda: ShardWriter(
             out_dir, f"rank{runtime.rank:05d}", config.omni.export.max_shard_size, _dtype_of(config, runtime)
         ),
         group,
     )
-    stage = {
-        name: parameter
-        for name, parameter in runtime.module.global_names().items()
-        if not getattr(parameter, "ds_pipe_replicated", False)
-    }
-    problem = _write(writer if writes_stage else None, full_parameters(stage), runtime)
+    stage = [h for h in runtime.module.held() if not getattr(h.parameter, "ds_pipe_replicated", False)]
+    parameters = full_parameters(
+        stage,
+        runtime.groups.shards,
+        originals=runtime.frozen_originals,
+        wanted=in_first_shards(runtime.plan.mesh, runtime.rank),
+    )
+    problem = _write(writer, parameters)
     with runtime.encoders.ranks.active():
-        parameters = full_parameters(runtime.encoder_parameters())
-        problem = _write(writer if runtime.rank == 0 else None, parameters, runtime) or problem
+        parameters = full_parameters(
+            runtime.encoder_parameters(), originals=runtime.frozen_originals, wanted=runtime.rank == 0
+        )
+        problem = _write(writer, parameters) or problem
 
     def close() -> Manifest:
         if problem is not None:
@@ -62,15 +66,13 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     )
 
 
-def _write(
-    writer: ShardWriter | None, parameters: Iterator[tuple[str, Tensor]], runtime: Runtime
-) -> UserError | None:
+def _write(writer: ShardWriter, parameters: Iterator[tuple[str, Tensor]]) -> UserError | None:
     """Go through ``parameters``, which is collective, to its end; returns what went wrong on the way."""
     problem = None
     for name, tensor in parameters:
-        if writer is not None and problem is None:
+        if problem is None:
             try:
-                writer.add(name, runtime.frozen_originals.get(name, tensor))
+                writer.add(name, tensor)
             except UserError as error:
                 problem = error
     return problem

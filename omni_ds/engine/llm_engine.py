@@ -6,7 +6,7 @@ tied-weight reduction, boundary flags, the loss broadcast. All of it is done her
 the planned actions. Losses reach us already scaled, so autograd is called directly and no hook divides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,17 @@ from models.packed import PackedBatch
 from omni_ds.engine.instructions import INSTRUCTIONS, PlannedSchedule
 from omni_ds.engine.optimizer_adapter import OptimizerAdapter, adapt
 from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.protocol import Handler
 from omni_ds.plan.actions import Action
 
-Handler = Callable[[Action], None]
 
-
-def _backward(output: Tensor, gradient: Tensor | None) -> None:
-    if output.requires_grad:  # a frozen LLM without media in the micro-batch has no graph
-        torch.autograd.backward([output], [gradient])
+def backward_of(output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
+    """Backward of a stage's output and of its router losses; nothing where nothing has a graph (a frozen LLM
+    without media in the micro-batch)."""
+    found = [(output, gradient), (auxiliary, None)]
+    found = [(tensor, given) for tensor, given in found if tensor is not None and tensor.requires_grad]
+    if found:
+        torch.autograd.backward([tensor for tensor, _ in found], [given for _, given in found])
 
 
 class OmniPipelineEngine(PipelineEngine):
@@ -47,7 +50,7 @@ class OmniPipelineEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, module.mpu()),
         )
         self._handler: Handler | None = None
-        self.adapter: OptimizerAdapter = adapt(self.optimizer)
+        self.adapter: OptimizerAdapter = adapt(self.optimizer, module.mpu())
         self.dtype = next(module.parameters()).dtype
 
     @property
@@ -64,20 +67,22 @@ class OmniPipelineEngine(PipelineEngine):
 
     _INSTRUCTION_MAP = dict.fromkeys(INSTRUCTIONS.values(), _run_action)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.module(batch, hidden)
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
-            _backward(output, gradient)
+            backward_of(output, gradient, auxiliary)
             self.optimizer.update_hp_grads(clear_lp_grads=False)
         else:
-            _backward(output, gradient)
+            backward_of(output, gradient, auxiliary)
 
     def reduce_tied(self) -> None:
         self._fill_missing_gradients()
-        self._exec_reduce_tied_grads()
+        # DeepSpeed's own looks for gradients in two of the places only where its optimizers keep them.
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(self.adapter.gradient(weight), group=group)
 
     def reduce(self) -> None:
         self._fill_missing_gradients()
@@ -85,17 +90,8 @@ class OmniPipelineEngine(PipelineEngine):
 
     def _fill_missing_gradients(self) -> None:
         """Zeros where a replica had only empty micro-batches: every rank must reduce the same tensors."""
-        missing = [
-            p for p in self.module.parameters() if p.requires_grad and not self.adapter.has_gradient(p)
-        ]
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        if missing and isinstance(self.optimizer, BF16_Optimizer):
-            held = {id(p) for p in missing}
-            for parameter in self.module.parameters():
-                if id(parameter) not in held:
-                    parameter.grad = None
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         return self.adapter.squared_norm()
@@ -127,11 +123,11 @@ class FrozenPipeline:
             for instruction in instructions:
                 handler(instruction.action)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.module(batch, hidden)
 
-    def backward(self, output: Tensor, gradient: Tensor | None) -> None:
-        _backward(output, gradient)
+    def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: Tensor | None = None) -> None:
+        backward_of(output, gradient, auxiliary)
 
     def reduce_tied(self) -> None:
         pass

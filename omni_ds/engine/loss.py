@@ -1,9 +1,8 @@
-"""Loss of a micro-batch: the sum over its target tokens."""
+"""What the LLM's last layer says of the target tokens of a micro-batch."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -15,24 +14,9 @@ class TargetScores:
     correct: Tensor
 
 
-def loss_sum(logits: Tensor, target_ids: Tensor) -> Tensor:
-    """Cross-entropy summed over the target tokens.
-
-    Args:
-        logits: [N, V] of the target rows, any float dtype; computed in fp32.
-        target_ids: [N] int64.
-
-    Returns:
-        A fp32 scalar; 0 with a graph when N is 0.
-    """
-    return F.cross_entropy(logits.float(), target_ids, reduction="sum")
-
-
 @torch.no_grad()
-def score_targets(logits: Tensor, target_ids: Tensor) -> TargetScores:
-    """Loss and argmax agreement of every target token, for evaluation."""
-    logits = logits.float()
-    return TargetScores(
-        loss=F.cross_entropy(logits, target_ids, reduction="none"),
-        correct=logits.argmax(-1) == target_ids,
-    )
+def target_scores(output: Tensor) -> TargetScores:
+    """The scores in the output [2, N] of a last layer in evaluation: losses, and 1.0 where the argmax is
+    right."""
+    losses, correct = output
+    return TargetScores(losses, correct > 0)

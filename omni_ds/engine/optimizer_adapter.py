@@ -6,16 +6,25 @@ the step and put the joint norm in.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.runtime.utils import (
+    combine_grad_norm_groups,
+    get_global_norm_of_tensors,
+    is_model_parallel_parameter,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
+from torch.nn import Parameter
+
+from omni_ds.parallel.expert import expert_gradient_norms
 
 # DeepSpeed divides by the norm plus this; clipping elsewhere in this module does the same.
 CLIP_EPSILON = 1e-6
@@ -38,8 +47,12 @@ class OptimizerAdapter(Protocol):
         """Copy the fp32 master weights into the model, after they were loaded."""
         ...
 
-    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether anything was accumulated for ``parameter`` in this step."""
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """What was accumulated for ``parameter`` in this step and is still to be reduced; None if nothing."""
+        ...
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        """Make the gradients of ``parameters``, for which nothing was accumulated, zeros."""
         ...
 
 
@@ -96,8 +109,18 @@ class _Sharded:
         for group in range(len(self._optimizer.bit16_groups)):
             self._optimizer._update_model_bit16_weights(group)
 
-    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        return self._optimizer.get_gradient_for_reduction(parameter) is not None
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        return self._optimizer.get_gradient_for_reduction(parameter)
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            if self._optimizer.use_grad_accum_attribute:
+                dtype = self._optimizer.gradient_accumulation_dtype
+                parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+        # On a rank without any backward nothing has made the buffers for the reduction.
+        self._optimizer.setup_buckets()
 
 
 class _Stage3(_Sharded):
@@ -128,8 +151,11 @@ class _Stage3(_Sharded):
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
-    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        return True  # every backward of ZeRO-3 is planned on every rank
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        return None  # every backward of ZeRO-3 is planned on every rank, and reduces
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        raise NotImplementedError
 
 
 class _Bf16:
@@ -144,7 +170,10 @@ class _Bf16:
         }
 
     def squared_norm(self) -> Tensor:
-        gradients, _ = self._optimizer.get_grads_for_norm()
+        gradients, experts = self._optimizer.get_grads_for_norm()
+        norms = expert_gradient_norms(experts)
+        if bwc_tensor_model_parallel_rank(self._optimizer.mpu) == 0:
+            gradients = [*gradients, *norms]
         if not gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
             gradients = [torch.zeros(1, device=self._optimizer.fp32_groups_flat_partition[0].device)]
         return _squared(get_global_norm_of_tensors(gradients, mpu=self._optimizer.mpu))
@@ -154,7 +183,12 @@ class _Bf16:
             for gradient in self._optimizer.get_grads_for_norm(for_clipping=True):
                 gradient.mul_(clip / (norm + CLIP_EPSILON))
         self._optimizer.clip_grad = 0.0
-        self._optimizer.step()
+        # Its own norm over experts is a collective of all stages, of which some may have no experts.
+        has_experts, self._optimizer.has_moe_layers = self._optimizer.has_moe_layers, False
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.has_moe_layers = has_experts
         self._optimizer.zero_grad()
 
     def skip(self) -> None:
@@ -164,16 +198,75 @@ class _Bf16:
     def refresh_weights(self) -> None:
         self._optimizer.update_lp_params()
 
-    def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        number, position = self._place[id(parameter)]
-        return self._optimizer.fp32_groups_has_gradients[number][position]
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        group, position = self._place[id(parameter)]
+        if not self._optimizer.fp32_groups_has_gradients[group][position]:
+            return None
+        return self._optimizer.fp32_groups_gradients[group][position]
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:  # the buffers are zeroed after each step
+            group, position = self._place[id(parameter)]
+            self._optimizer.fp32_groups_has_gradients[group][position] = True
+            parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]
 
 
-def adapt(optimizer: object) -> OptimizerAdapter:
-    """The adapter of ``engine.optimizer``."""
+class _Unsharded:
+    """ZeRO-0 in fp32: torch's optimizer itself, the same on every replica.
+
+    DeepSpeed's norm for it counts the gradients of one stage.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mpu: object):
+        self._optimizer, self._mpu = optimizer, mpu
+
+    def _parameters(self) -> Iterator[Parameter]:
+        return (p for group in self._optimizer.param_groups for p in group["params"])
+
+    def squared_norm(self) -> Tensor:
+        first = bwc_tensor_model_parallel_rank(self._mpu) == 0
+        counted = [
+            p.grad
+            for p in self._parameters()
+            if not getattr(p, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(p))
+        ]
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else []
+        device = next(self._parameters()).device
+        total = (
+            torch.stack(norms).double().square().sum() if norms else torch.zeros((), device=device).double()
+        )
+        dist.all_reduce(total, group=self._mpu.get_model_parallel_group())
+        total = total.cpu()
+        return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
+
+    @torch.no_grad()
+    def step(self, norm: float, clip: float) -> None:
+        if clip > 0 and norm > clip:
+            torch._foreach_mul_([p.grad for p in self._parameters()], clip / (norm + CLIP_EPSILON))
+        self._optimizer.step()
+        self.skip()
+
+    def skip(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def refresh_weights(self) -> None:
+        pass  # the weights are the masters
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        return parameter.grad
+
+    def fill(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def adapt(optimizer: object, mpu: object = None) -> OptimizerAdapter:
+    """The adapter of ``engine.optimizer``; ``mpu`` is the pipeline engine's, for one that is not sharded."""
     if isinstance(optimizer, BF16_Optimizer):
         return _Bf16(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _Stage3(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _Unsharded(optimizer, mpu)
     assert isinstance(optimizer, DeepSpeedZeroOptimizer), f"unknown optimizer {type(optimizer).__name__}"
     return _Sharded(optimizer)

@@ -11,6 +11,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from omni_ds.config import Config, base_lr, optimizer_spec, scheduler_params
+from omni_ds.parallel.expert import part_name, split_expert_groups
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def build_optimizer(
     spec = optimizer_spec(config)
     params = dict(spec["params"])
     decay = params.pop("weight_decay", 0.0)
-    groups = [group for part in parts for group in part.groups(decay)]
+    groups = split_expert_groups(group for part in parts for group in part.groups(decay))
     assert groups, "an optimizer needs something to train"
     if spec["by_deepspeed"]:
         return _deepspeed_optimizer(spec["type"], groups, params)
@@ -109,7 +110,7 @@ class Schedules:
         rates: dict[str, float] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                rates.setdefault(group["name"].removesuffix(" (no decay)"), float(group["lr"]))
+                rates.setdefault(part_name(group).removesuffix(" (no decay)"), float(group["lr"]))
         return rates
 
     def state_dict(self) -> list[dict]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from models.init import empty_parameters
 from models.llm import LayerDef
 from models.packed import PackedBatch, StageState
+from models.parameters import HeldParameter, held_parameters
+from omni_ds.engine.stage_layers import blocks_of, distinct_modules
 from omni_ds.plan.build import Plan
 
 
@@ -33,9 +35,15 @@ class OmniPipelineModule(PipelineModule):
 
     The anchor (:attr:`encoder_anchor`) is held outside the parameter registry: its parameters belong to the
     encoder engine, and a registered module would be reduced and stepped twice.
+
+    Args:
+        layers: of the whole LLM.
+        plan: says which of them are on this stage.
+        block: number of consecutive decoder layers that are recomputed together in the backward pass; 0 and
+            1: none here.
     """
 
-    def __init__(self, layers: Sequence[LayerDef], plan: Plan):
+    def __init__(self, layers: Sequence[LayerDef], plan: Plan, block: int = 0):
         mesh = plan.mesh
         self._boundaries = stage_boundaries(plan, len(layers))
         topology = PipeModelDataParallelTopology(
@@ -44,6 +52,7 @@ class OmniPipelineModule(PipelineModule):
         # DeepSpeed prints every layer of every stage; parameters get their memory when they get their values.
         with contextlib.redirect_stdout(io.StringIO()), empty_parameters():
             super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
+        self._blocks = blocks_of(self.forward_funcs, block)
         object.__setattr__(self, "encoder_anchor", None)
 
     def to(self, *args, **kwargs) -> "OmniPipelineModule":
@@ -77,36 +86,32 @@ class OmniPipelineModule(PipelineModule):
         """Attach the encoders this stage runs beside its layers."""
         object.__setattr__(self, "encoder_anchor", encoders)
 
-    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run this stage's layers.
 
         Args:
-            batch: the packed micro-batch (ids, positions, segment boundaries), the same on every stage.
+            batch: the packed micro-batch (ids, positions, segment boundaries), or its shard.
             hidden: [T, H] from the previous stage; None on the first.
 
         Returns:
-            [T, H] for the next stage, or the logits [N, V] of the target rows on the last stage.
+            [T, H] for the next stage, or what the last layer makes of it (losses of the targets); and the
+            router losses of these layers, None without any.
         """
         state: StageState | Tensor = StageState(batch, hidden)
-        for layer in self.forward_funcs:
-            state = layer(state)
-        return state.hidden if isinstance(state, StageState) else state
+        auxiliary = None
+        for block in self._blocks:
+            state = block(state)
+            if isinstance(state, StageState):
+                auxiliary = state.auxiliary
+        return state.hidden if isinstance(state, StageState) else state, auxiliary
 
     def local_layers(self) -> list[nn.Module]:
         """The distinct modules of this stage in order."""
-        modules = [
-            getattr(f, "args", (f,))[0] if not isinstance(f, nn.Module) else f for f in self.forward_funcs
-        ]
-        return list(dict.fromkeys(modules))
+        return distinct_modules(self.forward_funcs)
 
-    def global_names(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by global name (``llm.model.layers.0...``)."""
-        named: dict[str, nn.Parameter] = {}
-        for module in self.local_layers():
-            local = dict(module.named_parameters())
-            for name, global_name in module.hf_names().items():
-                named.setdefault(global_name, local[name])
-        return named
+    def held(self) -> list[HeldParameter]:
+        """This stage's parameters by global name (``llm.model.layers.0...``), each with the part it is."""
+        return held_parameters(self.local_layers())
 
 
 def stage_boundaries(plan: Plan, layers: int) -> list[int]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from models.packed import PackedBatch
 from omni_ds.plan.actions import Action
 
+Handler = Callable[[Action], None]
+
 
 class LLMEngine(Protocol):
     """One rank's pipeline stage with its optimizer.
@@ -19,7 +21,7 @@ class LLMEngine(Protocol):
     dtype: torch.dtype
     trainable: bool
 
-    def run(self, actions: Sequence[Action], micro_batches: int, handler: Callable[[Action], None]) -> None:
+    def run(self, actions: Sequence[Action], micro_batches: int, handler: Handler) -> None:
         """Execute a step's actions in order, each through ``handler``."""
         ...
 
@@ -39,7 +41,7 @@ class LLMEngine(Protocol):
         ...
 
     def reduce(self) -> None:
-        """Average the accumulated gradients over the data axis."""
+        """Average the accumulated gradients over the data axis (ZeRO-2 and 3 did, in every backward)."""
         ...
 
     def squared_norm(self) -> Tensor:

@@ -12,20 +12,27 @@ from models.freeze import set_trainable
 from models.init import empty_parameters
 from models.llm import build_llm_layers
 from models.loading import load_encoder, load_llm
-from omni_ds.checkpoint.fragments import WEIGHT, fragments
+from models.parameters import HeldParameter, held_parameters
+from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
+from omni_ds.checkpoint.fragments import WEIGHT, inner_optimizer, is_sharded
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
 from omni_ds.config.engines import encoder_engine_config, llm_engine_config
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.encoder_ranks import EncoderRanks
+from omni_ds.engine.environment import TIMEOUT
 from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
 from omni_ds.engine.pipeline_module import OmniPipelineModule
+from omni_ds.engine.plain_engine import LaneRanks, PlainEngine
+from omni_ds.engine.plain_module import PlainModule
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.parallel.agreement import all_or_error
+from omni_ds.parallel.expert import register_expert_groups
 from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.parallel.layer_groups import LayerGroups
 from omni_ds.plan.build import Plan
 
 
@@ -34,8 +41,10 @@ class Runtime:
     """One rank's engines.
 
     Attributes:
+        layer_groups: groups that the LLM's layers compute in.
         module: the LLM's stage; its ``encoder_anchor`` is ``encoders``.
         source_dtypes: dtype a parameter was imported with, by global name; absent for fresh weights.
+        owned: parts of the LLM whose optimizer state this rank writes to checkpoints.
         frozen_originals: frozen weights as loaded, where training rounds them, on ranks that export.
     """
 
@@ -43,35 +52,29 @@ class Runtime:
     rank: int
     device: torch.device
     groups: ProcessGroups
-    module: OmniPipelineModule
+    layer_groups: LayerGroups
+    module: OmniPipelineModule | PlainModule
     llm: LLMEngine
     encoders: EncoderEngine
     schedules: Schedules
     executor: StepExecutor
     source_dtypes: dict[str, torch.dtype]
-    frozen_originals: dict[str, Tensor] = field(default_factory=dict)
+    owned: frozenset[Part] = frozenset()
+    frozen_originals: dict[Part, Tensor] = field(default_factory=dict)
 
     def learning_rates(self) -> dict[str, float]:
         return self.schedules.learning_rates()
 
-    def encoder_parameters(self) -> dict[str, nn.Parameter]:
-        """Encoder parameters by global name, in config order."""
-        return {
-            global_name: parameter
-            for encoder in self.encoders.encoders().values()
-            for (name, parameter) in encoder.named_parameters()
-            for global_name in [encoder.hf_names()[name]]
-        }
+    def encoder_parameters(self) -> list[HeldParameter]:
+        """Encoder parameters on this rank, whole, in config order."""
+        return held_parameters(self.encoders.encoders().values())
 
     def engine_states(self) -> list[EngineState]:
         """What a checkpoint holds: each engine that trains something."""
         states = []
-        if isinstance(self.llm, OmniPipelineEngine):
-            states.append(
-                EngineState(
-                    "llm", self.llm.optimizer, self.module.global_names(), self.llm.adapter.refresh_weights
-                )
-            )
+        if self.llm.trainable:
+            refresh_llm = self.llm.adapter.refresh_weights
+            states.append(EngineState("llm", self.llm.optimizer, self.module.held(), refresh_llm, self.owned))
         if self.encoders.engine is not None:
 
             def refresh() -> None:
@@ -98,7 +101,9 @@ def build_runtime(
         UserError: weights are missing, unexpected or mis-shaped; on every rank.
     """
     dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
-    module = OmniPipelineModule(build_llm_layers(composition.llm_config, recompute=recomputes(config)), plan)
+    layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
+    register_expert_groups(layer_groups)
+    module = _llm_module(config, composition, plan, layer_groups)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():
         encoders = {
@@ -109,35 +114,51 @@ def build_runtime(
         }
     source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
     module.mark_replicated()
-    module.to(device)
+    if plan.options.llm_zero_stage < 3:  # ZeRO-3 puts each weight on the device alone, to shard it
+        module.to(device)
     originals = _originals(module, encoders, dtype, source_dtypes)
-    llm = _llm_engine(config, module, plan, dtype, device)
+    llm = _llm_engine(config, module, plan, groups, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
-    schedules = Schedules(config, [engine.optimizer.optimizer for engine in engines])
+    schedules = Schedules(config, [inner_optimizer(engine.optimizer) for engine in engines])
     executor = StepExecutor(
         plan, rank, llm, encoder_engine, groups, device, config.gradient_clipping, after_step=schedules.step
     )
     runtime = Runtime(
-        plan, rank, device, groups, module, llm, encoder_engine, schedules, executor, source_dtypes
+        plan,
+        rank,
+        device,
+        groups,
+        layer_groups,
+        module,
+        llm,
+        encoder_engine,
+        schedules,
+        executor,
+        source_dtypes,
     )
+    if llm.trainable:
+        runtime.owned = owned_parts(
+            module.held(), groups.shards, plan.mesh, rank, sharded=is_sharded(llm.optimizer)
+        )
     _restore_masters(runtime, originals)
-    where = plan.mesh.coords(rank)
-    if where.data == 0 and where.sequence == 0:  # ranks that export; rank 0 alone exports encoders
-        trained = {
-            name for state in runtime.engine_states() for name, p in state.named.items() if p.requires_grad
-        }
+    if in_first_shards(plan.mesh, rank):  # ranks that export; rank 0 alone exports encoders
+        states = runtime.engine_states()
+        trained = {h.name for state in states for h in state.held if h.parameter.requires_grad}
         runtime.frozen_originals = {
-            name: tensor
-            for name, tensor in originals.items()
+            (name, region): tensor
+            for (name, region), tensor in originals.items()
             if name not in trained and (rank == 0 or name.startswith("llm."))
         }
     return runtime
 
 
 def _load(
-    config: Config, composition: Composition, module: OmniPipelineModule, encoders: dict[str, nn.Module]
+    config: Config,
+    composition: Composition,
+    module: OmniPipelineModule | PlainModule,
+    encoders: dict[str, nn.Module],
 ) -> dict[str, torch.dtype]:
     seed, omni = config.omni.train.seed, config.omni
     dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
@@ -147,47 +168,62 @@ def _load(
 
 
 def _originals(
-    module: OmniPipelineModule,
+    module: OmniPipelineModule | PlainModule,
     encoders: dict[str, nn.Module],
     dtype: torch.dtype,
     source_dtypes: dict[str, torch.dtype],
-) -> dict[str, Tensor]:
+) -> dict[Part, Tensor]:
     """CPU copies of the weights as loaded, where training rounds them."""
     if dtype == torch.float32:
         return {}
-    named = dict(module.global_names())
-    for encoder in encoders.values():
-        local = dict(encoder.named_parameters())
-        named |= {global_name: local[name] for name, global_name in encoder.hf_names().items()}
     return {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in named.items()
-        if source_dtypes.get(name, torch.float32) != dtype
+        (h.name, h.region): h.parameter.detach().to("cpu", copy=True)
+        for h in held_parameters([*module.local_layers(), *encoders.values()])
+        if source_dtypes.get(h.name, torch.float32) != dtype
     }
 
 
 @torch.no_grad()
-def _restore_masters(runtime: Runtime, originals: dict[str, Tensor]) -> None:
+def _restore_masters(runtime: Runtime, originals: dict[Part, Tensor]) -> None:
     """Give the fp32 masters what was loaded: DeepSpeed makes them from the already rounded weights."""
     if not originals:
         return
     for engine in runtime.engine_states():
-        for fragment in fragments(engine.optimizer, engine.named):
-            if fragment.name in originals:
-                whole = originals[fragment.name].view(-1)
-                fragment.tensors[WEIGHT].copy_(whole[fragment.offset : fragment.offset + fragment.length])
+        for fragment in engine.fragments():
+            if fragment.part in originals:
+                local = originals[fragment.part].view(-1)
+                fragment.tensors[WEIGHT].copy_(local[fragment.offset : fragment.offset + fragment.length])
         engine.refresh()
 
 
+def _llm_module(
+    config: Config, composition: Composition, plan: Plan, groups: LayerGroups
+) -> OmniPipelineModule | PlainModule:
+    interval = config.pipeline.activation_checkpoint_interval
+    recompute = recomputes(config) and interval <= 1
+    layers = build_llm_layers(composition.llm_config, recompute=recompute, groups=groups)
+    if plan.options.llm_zero_stage >= 2:
+        return PlainModule(layers, block=interval)
+    return OmniPipelineModule(layers, plan, block=interval)
+
+
 def _llm_engine(
-    config: Config, module: OmniPipelineModule, plan: Plan, dtype: torch.dtype, device: torch.device
+    config: Config,
+    module: OmniPipelineModule | PlainModule,
+    plan: Plan,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LLMEngine:
     if config.omni.llm.freeze:
         return FrozenPipeline(module.to(device, dtype))
     lr = part_lr(config, config.omni.llm.lr)
     optimizer = build_optimizer(
-        config, [PartParameters("llm", lr, tuple(module.global_names().values()))], device
+        config, [PartParameters("llm", lr, tuple(h.parameter for h in module.held()))], device
     )
+    if isinstance(module, PlainModule):
+        ranks = LaneRanks.create(plan.mesh, groups)
+        return PlainEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree), ranks)
     return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
 
 

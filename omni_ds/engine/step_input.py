@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from data.loader import PackedNumpy, StepBatch
-from models.packed import PackedBatch
+from models.packed import PackedBatch, pad, shard
 from omni_ds.engine.executor import StepInput
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.mesh import Coords
@@ -57,9 +57,7 @@ def prepare(
 
 def _local(whole: PackedBatch, bounds: tuple[int, ...], where: Coords, tensor: int) -> PackedBatch:
     """This rank's shard of a micro-batch, with its part of the feature rows (shards.deal_rows)."""
-    batch = whole.pad(bounds[-1] - whole.tokens)
-    if len(bounds) > 2:
-        batch = batch.shard(bounds, where.sequence)
+    batch = shard(pad(whole, bounds[-1] - whole.tokens), bounds, where.sequence)
     if tensor > 1:
         placeholders = batch.feature_positions
         start, stop = even_bounds(len(placeholders), tensor)[where.tensor : where.tensor + 2]

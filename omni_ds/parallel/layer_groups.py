@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from omni_ds.plan.mesh import Mesh, group_of
+from omni_ds.plan.shards import even_bounds
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,12 @@ def degree(group: ProcessGroup | None) -> int:
 def index(group: ProcessGroup | None) -> int:
     """This rank's place in a group; 0 without one."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def even_part(total: int, group: ProcessGroup | None) -> tuple[int, int]:
+    """[start, stop) of this rank where ``total`` things are dealt over a group in order."""
+    bounds, me = even_bounds(total, degree(group)), index(group)
+    return bounds[me], bounds[me + 1]
+
+
+ALONE = LayerGroups()

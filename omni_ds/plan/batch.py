@@ -80,7 +80,7 @@ def assign(
             assert count <= len(samples), "a sample is longer than the token budget"
             count += 1
     return tuple(
-        tuple(MicroBatch(m, tuple(samples[i] for i in members)) for m, members in enumerate(bins))
+        tuple([MicroBatch(m, tuple([samples[i] for i in members])) for m, members in enumerate(bins)])
         for bins in found
     )
 
@@ -92,10 +92,11 @@ def _balanced(
     if bins is None:
         return None
     # Replicas take `count` bins each, heaviest first to the least loaded: encoder work counts here too.
-    weights = [sum(costs[i] + media[i] for i in bin_) for bin_ in bins]
+    both = [x + y for x, y in zip(costs, media, strict=True)]
+    weights = [sum([both[i] for i in bin_]) for bin_ in bins]
     rows: list[list[tuple[int, ...]]] = [[] for _ in range(replicas)]
     open_rows = [(0, r) for r in range(replicas)]
-    for b in sorted(range(len(bins)), key=lambda b: (-weights[b], b)):
+    for b in sorted(range(len(bins)), key=weights.__getitem__, reverse=True):  # stable: ties by index
         load, r = heapq.heappop(open_rows)
         rows[r].append(bins[b])
         if len(rows[r]) < count:
@@ -104,14 +105,14 @@ def _balanced(
 
 
 def _order(row: list[tuple[int, ...]], costs: Sequence[int], media: Sequence[int]) -> list[tuple[int, ...]]:
-    order = light_ends([sum(media[i] for i in b) for b in row], [sum(costs[i] for i in b) for b in row])
+    order = light_ends([sum([media[i] for i in b]) for b in row], [sum([costs[i] for i in b]) for b in row])
     return [row[b] for b in order]
 
 
 def light_ends(encoding: Sequence[int], costs: Sequence[int]) -> list[int]:
     """An order of micro-batches with little encoder work at both ends: the first forward and the last
     backward of the step wait for it. Ties: dearer ones outside, then by index."""
-    ranked = sorted(range(len(encoding)), key=lambda b: (encoding[b], -costs[b], b))
+    ranked = [b for *_, b in sorted(zip(encoding, [-c for c in costs], range(len(costs)), strict=True))]
     return ranked[0::2] + ranked[1::2][::-1]
 
 

@@ -67,27 +67,43 @@ def share_targets(
     late = None
     if backward is not None:
         late = [[idle[s].after(last_end[members[-1]]) for members in windows] for s in range(stages)]
+    # Windows not done yet have all lost the same, and the next one at either end has least of them (moments
+    # are in window order); of those done at the far end only the least counts.
+    spent_early, spent_late = [0] * stages, [0] * stages
+    done_early, done_late = [1 << 200] * stages, [1 << 200] * stages
     targets: list[list[int]] = [[] for _ in windows]
     order = [w for i in range(last // 2 + 1) for w in dict.fromkeys((i, last - i))]
     for w in order:
         if not forward[w]:
             targets[w] = [0] * stages
             continue
-        before = [max(0, min(early[s][w:])) for s in range(stages)]
-        if late is None or not backward[w]:
-            after, price = None, 0
-        else:
-            price = 1000 * backward[w] // forward[w]
-            after = [max(0, min(late[s][: w + 1])) * 1000 // max(1, price) for s in range(stages)]
+        least = [min(row[w] - x, y) for row, x, y in zip(early, spent_early, done_early, strict=True)]
+        before = [max(0, x) for x in least]
+        mine = after = None
+        price = 0
+        if late is not None:
+            mine = [row[w] - x for row, x in zip(late, spent_late, strict=True)]
+            if backward[w]:
+                price = 1000 * backward[w] // forward[w]
+                after = [
+                    max(0, min(x, y)) * 1000 // max(1, price) for x, y in zip(mine, done_late, strict=True)
+                ]
         row = split(before, after, price, forward[w])
+        at_start = 2 * w <= last
         for s, share in enumerate(row):
             used = min(share, before[s])
-            for v in range(w, last + 1):
-                early[s][v] -= used
-            if late is not None:
-                used = min(share * backward[w] // forward[w], late[s][w])
-                for v in range(w + 1):
-                    late[s][v] -= used
+            if at_start:
+                spent_early[s] += used
+                done_early[s] -= used
+            else:
+                done_early[s] = least[s] - used
+            if mine is not None:
+                used = min(share * backward[w] // forward[w], mine[s])
+                if at_start:
+                    done_late[s] = min(mine[s], done_late[s]) - used
+                else:
+                    spent_late[s] += used
+                    done_late[s] -= used
         targets[w] = row
     return targets
 

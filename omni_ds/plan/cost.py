@@ -39,13 +39,21 @@ class EncoderCost:
     def total(self, item: Item) -> int:
         return sum(self.both(item))
 
+    def whole(self, items: Sequence[Item]) -> int:
+        """Forward and backward of all items."""
+        total = 0
+        for item in items:
+            forward, backward = self.both(item)
+            total += forward + backward
+        return total
+
 
 def encoder_work_per_token(
     encoders: Sequence[EncoderMeta], samples: Sequence[SampleMeta], recompute: bool = False
 ) -> int:
     """Encoder FLOPs, forward and backward, for each token that the LLM sees, on average over `samples`."""
     cost = EncoderCost(encoders, recompute)
-    total = sum(cost.total(item) for sample in samples for item in sample.items)
+    total = sum(cost.whole(sample.items) for sample in samples)
     return total // max(1, sum(sample.tokens for sample in samples))
 
 

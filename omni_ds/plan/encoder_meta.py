@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import Geometry, read_geometry
+from omni_ds.plan.shards import even_bounds
 
 if TYPE_CHECKING:
     from omni_ds.plan.sample import Item
@@ -121,6 +123,36 @@ class EncoderMeta:
     def window(self) -> int:
         """Mel frames of a full Whisper window."""
         return 2 * self.positions
+
+    @property
+    def segments_per_slice(self) -> int:
+        """Of how many segments a part of an item must consist, so that no feature row needs tokens of two
+        parts; 0: segments cannot be told apart (an image is one)."""
+        if self.family != "whisper":
+            return 0
+        return self.factor // gcd(self.factor, self.positions)
+
+    def slices(self, shape: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Where the tokens and the feature rows of an item are cut for `ranks` ranks that attend together.
+
+        Two tuples of ranks + 1 bounds, (0, ..., tokens) and (0, ..., rows): no row needs tokens of two
+        slices, and tokens before the patches belong to the first. None when the item has too few rows, or
+        cannot be cut (recordings are dealt by windows instead).
+        """
+        if self.family != "vit" or self.keep_prefix:
+            return None
+        rows, columns = shape[0] // self.patch, shape[1] // self.patch
+        unit, per_unit = (self.factor * columns, columns // self.factor) if self._blocks else (self.factor, 1)
+        units = -(-rows * columns // unit)
+        if units < ranks:
+            return None
+        cuts = even_bounds(units, ranks)
+        tokens = tuple(min(rows * columns, cut * unit) + (self.prefix if cut else 0) for cut in cuts)
+        return tokens, tuple(cut * per_unit for cut in cuts)
+
+    @property
+    def _blocks(self) -> bool:
+        return self.reduction == "pixel_shuffle"
 
     @property
     def trainable(self) -> bool:

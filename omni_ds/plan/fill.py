@@ -14,13 +14,14 @@ A window may only be encoded while fewer than `live` windows of the stage wait f
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heappushpop
 
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.base import LLMWork, TimeLine
+from omni_ds.plan.layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -98,181 +99,171 @@ def list_schedule(
     raised to `smallest_live`. overflow: how far an action in a bubble may reach past it, in thousandths of
     its own length.
     """
-    return _Weaver(llm, encoder, line, lead, live, overflow).run()
+    found = shorter_schedule(llm, encoder, line, lead=lead, live=live, overflow=overflow, limit=1 << 200)
+    assert found is not None
+    return found
 
 
-class _Weaver:
-    def __init__(
-        self, llm: LLMWork, encoder: EncoderWork, line: TimeLine, lead: int, live: int, overflow: int
-    ):
-        self.f, self.b = llm.forward, llm.backward
-        self.stages, self.count = llm.stages, llm.micro_batches
-        self.programs = llm.programs
-        self.ef, self.eb = encoder.forward, encoder.backward
-        self.windows = encoder.windows
-        numbers = [encoder.number(w) for w in range(len(encoder.windows))]
-        self.act_f = [Action(Kind.F, m) for m in range(llm.micro_batches)]
-        self.act_b = [Action(Kind.B, m) for m in range(llm.micro_batches)]
-        self.act_ef = [Action(Kind.EF, number) for number in numbers]
-        self.act_eb = [Action(Kind.EB, number) for number in numbers]
-        self.overflow = overflow
-        self.live = (
-            max(live, smallest_live(encoder.windows, self.stages))
-            if self.eb is not None
-            else len(self.windows)
-        )
-        self.due = self._due_points(line, lead)
-        stages = range(self.stages)
-        self.pc, self.ef_next, self.eb_next = [0] * self.stages, [0] * self.stages, [0] * self.stages
-        self.f_end: list[list[int]] = [[-1] * self.count for _ in stages]
-        self.b_end: list[list[int]] = [[-1] * self.count for _ in stages]
-        self.window_of = [-1] * self.count
-        for w, members in enumerate(self.windows):
-            for m in members:
-                self.window_of[m] = w
-        self.encoded = [0] * len(self.windows)  # latest end over the stages that have started it
-        # A stage without a share holds nobody up.
-        self.missing = [sum(cost > 0 for cost in row) for row in self.ef]
-        self.last_of = {members[-1]: w for w, members in enumerate(self.windows)}
-        self.released = [-1] * len(self.windows)
-        self.out: list[list[Action]] = [[] for _ in stages]
-        self.times: list[list[tuple[int, int]]] = [[] for _ in stages]
-        self.asleep = [False] * self.stages
-        self.heap: list[tuple[int, int]] = [(0, s) for s in stages]
+def shorter_schedule(
+    llm: LLMWork, encoder: EncoderWork, line: TimeLine, *, lead: int, live: int, overflow: int, limit: int
+) -> Schedule | None:
+    """`list_schedule`, or None when it is not shorter than `limit`: given up as soon as that is certain."""
+    windows, training = encoder.windows, encoder.backward is not None
+    live = max(live, smallest_live(windows, llm.stages)) if training else len(windows)
+    found = _simulate(llm, encoder, _due_points(llm, windows, line, lead), live, overflow, limit)
+    schedule = None if found is None else Schedule(*found, live)
+    return schedule if schedule is not None and schedule.length < limit else None
 
-    def _due_points(self, line: TimeLine, lead: int) -> list[list[int]]:
-        """due[stage][w]: position in the stage's program before which it encodes window w at the latest."""
-        first_forward = {}
-        for position, (is_backward, m) in enumerate(self.programs[0]):
-            if not is_backward:
-                first_forward[m] = line.start[0][position]
-        moments = [first_forward[max(0, members[0] - lead)] for members in self.windows]
-        never = 1 + max(map(len, self.programs))  # after the last window
-        return [
-            [*(bisect_left(line.start[s], moment) for moment in moments), never] for s in range(self.stages)
-        ]
 
-    def run(self) -> Schedule:
-        heap = self.heap
-        while heap:
-            now, stage = heapq.heappop(heap)
-            self.asleep[stage] = False
-            self._decide(stage, now)
-        left = sum(len(p) - c for p, c in zip(self.programs, self.pc, strict=True))
-        assert not left and min(self.ef_next) == len(self.windows), "scheduler stopped early"
-        return Schedule(tuple(map(tuple, self.out)), tuple(map(tuple, self.times)), self.live)
+def _due_points(llm: LLMWork, windows: Sequence[Sequence[int]], line: TimeLine, lead: int) -> list[list[int]]:
+    """due[stage][w]: position in the stage's program before which it encodes window w at the latest."""
+    first_forward = {}
+    for position, (is_backward, m) in enumerate(llm.programs[0]):
+        if not is_backward:
+            first_forward[m] = line.start[0][position]
+    moments = [first_forward[max(0, members[0] - lead)] for members in windows]
+    never = 1 + max(map(len, llm.programs))  # after the last window
+    return [[*(bisect_left(starts, moment) for moment in moments), never] for starts in line.start]
 
-    def _decide(self, stage: int, now: int) -> None:
-        position, w = self.pc[stage], self.ef_next[stage]
-        program = self.programs[stage]
-        has_llm = position < len(program)
-        ready = None
-        if has_llm and position < self.due[stage][w]:  # the usual case first
-            ready = self._ready(stage, position)
-            if ready is not None and ready <= now:
-                return self._run_llm(stage, position, now)
-        v = self.eb_next[stage]
-        can_encode = w < len(self.windows) and (self.eb is None or w - v < self.live)
-        release = self.released[v] if self.eb is not None and v < w else -1
-        if w < len(self.windows) and (not has_llm or position >= self.due[stage][w]):
-            if can_encode:
-                return self._encode(stage, w, now)
-            if 0 <= release <= now:
-                return self._encode_backward(stage, v, now)
-            if has_llm:
-                ready = self._ready(stage, position)
-                if ready is not None and ready <= now:
-                    return self._run_llm(stage, position, now)
-        back = 0 <= release <= now
-        if has_llm and (can_encode or back):
-            room = (ready if ready is not None else self._earliest(stage, position, now)) - now
-        if can_encode and (not has_llm or self._fits(self.ef[w][stage], room)):
-            return self._encode(stage, w, now)
-        if back and (not has_llm or self._fits(self.eb[v][stage], room)):
-            return self._encode_backward(stage, v, now)
-        wake = [t for t in (ready, release) if t is not None and t > now]
-        if wake:
-            heapq.heappush(self.heap, (min(wake), stage))
+
+def _tails(llm: LLMWork, encoder: EncoderWork) -> list[int]:
+    """For each stage: its LLM and encoder forward work, and what has to follow the last of that: the last
+    micro-batch's way back to stage 0 and, if it has media, its window's longest backward."""
+    waits = encoder.backward and encoder.windows[-1][-1] == llm.micro_batches - 1
+    tail = max(encoder.backward[-1]) if waits else 0
+    encoding = [sum(column) for column in zip(*encoder.forward, strict=True)] or [0] * llm.stages
+    tails = []
+    for s, row in enumerate(llm.forward):
+        tails.append(sum(row) + encoding[s])
+        if llm.backward is not None:
+            tails[-1] += sum(llm.backward[s]) + tail
+            tail += llm.backward[s][-1]
+    return tails
+
+
+def _simulate(
+    llm: LLMWork,
+    encoder: EncoderWork,
+    due: Sequence[Sequence[int]],
+    live: int,
+    overflow: int,
+    limit: int,
+) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[tuple[int, int], ...], ...]] | None:
+    """Actions and times of each stage, or None when the step will not end before `limit`.
+
+    One loop over plain lists: planning a step spends much of its time here.
+    """
+    stages, count = llm.stages, llm.micro_batches
+    layout = layout_of(stages, count, llm.backward is not None)
+    ops, inputs, before, wakes, base = layout.ops, layout.inputs, layout.before, layout.wakes, layout.base
+    actions, half, length = layout.actions, stages * count, len(layout.ops[0])
+    cost = [c for row in (*llm.forward, *(llm.backward or ())) for c in row]
+    ef, eb, windows = encoder.forward, encoder.backward, encoder.windows
+    total, strict = len(windows), 1000 - overflow
+    numbers = encoder.numbers or range(total)
+    act_ef, act_eb = [Action(Kind.EF, n) for n in numbers], [Action(Kind.EB, n) for n in numbers]
+    # end[op]: -1 until it has started. A window's is the latest over stages, once all have started it; a
+    # stage without a share holds nobody up.
+    missing = [sum([c > 0 for c in row]) for row in ef]
+    end = [-1] * base + [-1 if n else 0 for n in missing] + [0]
+    encoded = [0] * total
+    source, last_of = [base + total] * count, [-1] * count
+    for w, members in enumerate(windows):
+        last_of[members[-1]] = w
+        for m in members:
+            source[m] = base + w
+    inputs = (tuple([source[op] if op < count else i for op, i in zip(ops[0], inputs[0], strict=True)]),)
+    inputs += layout.inputs[1:]
+    released = [-1] * total
+    left = _tails(llm, encoder)
+    pc, ef_next, eb_next, asleep = [0] * stages, [0] * stages, [0] * stages, [False] * stages
+    out: list[list[Action]] = [[] for _ in range(stages)]
+    times: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    # An event is a time and, in the low bits, the stage that is free then; an awake stage has one.
+    bits = stages.bit_length()
+    mask, heap = (1 << bits) - 1, list(range(1, stages))
+    event = 0
+    while True:
+        now, s = event >> bits, event & mask
+        position, w = pc[s], ef_next[s]
+        has_llm = position < length
+        ready = end[inputs[s][position]] if has_llm else -1
+        is_due = position >= due[s][w]
+        can_encode = back = run = False
+        release = -1
+        if has_llm and not is_due and 0 <= ready <= now:  # the usual case first
+            run = True
         else:
-            self.asleep[stage] = True
-        return None
-
-    def _fits(self, cost: int, room: int) -> bool:
-        return 1000 * cost <= 1000 * room + self.overflow * cost
-
-    def _ready(self, stage: int, position: int) -> int | None:
-        """When the inputs of an LLM op are there; None while one of their producers has not started."""
-        is_backward, m = self.programs[stage][position]
-        if is_backward:
-            end = self.b_end[stage + 1][m] if stage < self.stages - 1 else self.f_end[stage][m]
-            return None if end < 0 else end
-        if stage:
-            end = self.f_end[stage - 1][m]
-            return None if end < 0 else end
-        w = self.window_of[m]
-        if w < 0:
-            return 0
-        return None if self.missing[w] else self.encoded[w]
-
-    def _earliest(self, stage: int, position: int, now: int) -> int:
-        """A lower bound on when the inputs can be there, through the producers that have not started yet."""
-        is_backward, m = self.programs[stage][position]
-        chain = 0
-        if is_backward:
-            s = stage + 1
-            while s < self.stages:
-                if self.b_end[s][m] >= 0:
-                    return max(now, self.b_end[s][m] + chain)
-                chain += self.b[s][m]
-                s += 1
-            stage = self.stages
-        s = stage - 1
-        while s >= 0:
-            if self.f_end[s][m] >= 0:
-                return max(now, self.f_end[s][m] + chain)
-            chain += self.f[s][m]
-            s -= 1
-        return now + chain
-
-    def _emit(self, stage: int, action: Action, start: int, cost: int) -> int:
-        end = start + cost
-        self.out[stage].append(action)
-        self.times[stage].append((start, end))
-        heapq.heappush(self.heap, (end, stage))
-        return end
-
-    def _wake(self, stage: int, time: int) -> None:
-        if self.asleep[stage]:
-            self.asleep[stage] = False
-            heapq.heappush(self.heap, (time, stage))
-
-    def _encode(self, stage: int, w: int, now: int) -> None:
-        end = self._emit(stage, self.act_ef[w], now, self.ef[w][stage])
-        self.ef_next[stage] += 1
-        if self.ef[w][stage]:
-            self.encoded[w] = max(self.encoded[w], end)
-            self.missing[w] -= 1
-            if not self.missing[w]:
-                self._wake(0, now)
-
-    def _encode_backward(self, stage: int, w: int, now: int) -> None:
-        self._emit(stage, self.act_eb[w], now, self.eb[w][stage])
-        self.eb_next[stage] += 1
-
-    def _run_llm(self, stage: int, position: int, now: int) -> None:
-        is_backward, m = self.programs[stage][position]
-        self.pc[stage] += 1
-        if is_backward:
-            end = self._emit(stage, self.act_b[m], now, self.b[stage][m])
-            self.b_end[stage][m] = end
-            if stage:
-                self._wake(stage - 1, now)
-            elif m in self.last_of:
-                self.released[self.last_of[m]] = end
-                for other in range(self.stages):
-                    self._wake(other, now)
+            v = eb_next[s]
+            can_encode = w < total and (eb is None or w - v < live)
+            if eb is not None and v < w:
+                release = released[v]
+                back = 0 <= release <= now
+            if w < total and (is_due or not has_llm):
+                if can_encode:
+                    back = False
+                elif not back:
+                    run = has_llm and 0 <= ready <= now
+            elif has_llm and (can_encode or back):
+                if ready >= 0:
+                    room = 1000 * (ready - now)
+                else:
+                    i, room = inputs[s][position], 0
+                    while i < base and end[i] < 0:
+                        room += cost[i]
+                        i = before[i]
+                    if i < base:
+                        room = max(0, end[i] + room - now)
+                    room *= 1000
+                can_encode = can_encode and strict * ef[w][s] <= room
+                back = back and strict * eb[v][s] <= room
+        if run:
+            op = ops[s][position]
+            pc[s] = position + 1
+            spent, action, other = cost[op], actions[op], wakes[op]
+            finish = end[op] = now + spent
+            if other >= 0:
+                if asleep[other]:
+                    asleep[other] = False
+                    heappush(heap, now << bits | other)
+            elif op >= half and last_of[op - half] >= 0:
+                released[last_of[op - half]] = finish
+                for other in range(stages):
+                    if asleep[other]:
+                        asleep[other] = False
+                        heappush(heap, now << bits | other)
+        elif can_encode:
+            spent, action = ef[w][s], act_ef[w]
+            finish = now + spent
+            ef_next[s] = w + 1
+            if spent:
+                encoded[w] = max(encoded[w], finish)
+                missing[w] -= 1
+                if not missing[w]:
+                    end[base + w] = encoded[w]
+                    if asleep[0]:
+                        asleep[0] = False
+                        heappush(heap, now << bits)
+        elif back:
+            spent, action = 0, act_eb[v]  # not in `left`, of which nothing is left behind the LLM's last op
+            finish = now + eb[v][s]
+            eb_next[s] = v + 1
         else:
-            end = self._emit(stage, self.act_f[m], now, self.f[stage][m])
-            self.f_end[stage][m] = end
-            if stage < self.stages - 1:
-                self._wake(stage + 1, now)
+            wake = release if ready <= now or now < release < ready else ready
+            if wake > now:
+                event = heappushpop(heap, wake << bits | s)
+                continue
+            asleep[s] = True
+            if not heap:
+                break
+            event = heappop(heap)
+            continue
+        if spent:
+            if now + left[s] >= limit:
+                return None
+            left[s] -= spent
+        out[s].append(action)
+        times[s].append((now, finish))
+        event = heappushpop(heap, finish << bits | s)
+    assert min(pc) == length and min(ef_next) == total, "scheduler stopped early"
+    return tuple(map(tuple, out)), tuple(map(tuple, times))

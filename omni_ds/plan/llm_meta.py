@@ -2,22 +2,51 @@
 
 FLOPs count a multiply-add as two. A decoder layer's forward on a packed sequence with lengths n_i costs
 2 x (matrix parameters) x sum(n_i) + 2 x 2 x heads x head_dim x sum(n_i^2) / 2 (scores and values, causal
-half); PaLM (arXiv 2204.02311, appendix B) has the same count. Backward costs twice the forward: once the
-gradient of the inputs, once that of the weights; frozen weights have none.
+half); PaLM (arXiv 2204.02311, appendix B) has the same count. Of a mixture of experts, a token pays for the
+router and the experts it is sent to, but all of them have to be held. Backward costs twice the forward: once
+the gradient of the inputs, once that of the weights; frozen weights have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from omni_ds.errors import UserError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-_ATTENTION_BIAS = {"qwen2": True}  # transformers' Qwen2 has biases on q, k, v whatever the config says
-_TIED_DEFAULT = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False}
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# transformers' Qwen2 has biases on q, k, v whatever the config says, its Mixtral has none
+_ATTENTION_BIAS = {"qwen2": True, "mixtral": False}
+_SLIDING = ("mistral", "mixtral")  # families whose sliding_window needs no use_sliding_window
+
+
+def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Decoder layers whose MLP is a mixture of experts: all of Mixtral's; of Qwen3-MoE's every
+    ``decoder_sparse_step``-th, without ``mlp_only_layers``; none of other families."""
+    family, layers = hf_config.get("model_type"), range(int(hf_config.get("num_hidden_layers") or 0))
+    if family == "mixtral":
+        return tuple(layers)
+    if family != "qwen3_moe":
+        return ()
+    step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    return tuple(index for index in layers if index not in dense and (index + 1) % step == 0)
+
+
+def check_expert_degree(experts: int, size: int) -> None:
+    """UserError unless ``size`` ranks can hold the same number of a layer's ``experts`` each."""
+    if size > 1 and not experts:
+        raise UserError(
+            f"expert_parallel.autoep_size: {size}, but the LLM has no experts; use 1, or a Mixtral or "
+            "Qwen3-MoE model"
+        )
+    if size > 1 and experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise UserError(
+            f"expert_parallel.autoep_size: {size} ranks do not divide the {experts} experts of a layer; "
+            f"use one of {fits}"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,6 +54,8 @@ class LLMMeta:
     """Sizes of a decoder of the Llama shape.
 
     window: sliding-window length in tokens of the layers listed in windowed_layers (a count), 0 = none.
+    intermediate: width of dense MLPs; moe_layers: indices of the layers that have ``experts`` experts of
+    width ``moe_intermediate`` instead, ``experts_per_token`` of which compute a token.
     """
 
     hidden: int
@@ -42,6 +73,10 @@ class LLMMeta:
     qk_norm: bool = False
     window: int = 0
     model_type: str = "llama"
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate: int = 0
+    moe_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any], trainable: bool = True) -> LLMMeta:
@@ -63,7 +98,25 @@ class LLMMeta:
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
         head_dim = size("head_dim", 128 if family == "qwen3" else hidden // heads)
-        windowed = hf_config.get("use_sliding_window", family == "mistral")
+        windowed = hf_config.get("use_sliding_window", family in _SLIDING)
+        moe_layers = moe_layer_indices(hf_config)
+        experts: dict[str, Any] = {}
+        if moe_layers:
+            # transformers writes num_local_experts for both families, Qwen's own files say num_experts
+            key = "num_experts" if hf_config.get("num_local_experts") is None else "num_local_experts"
+            experts = {
+                "experts": size(key),
+                "experts_per_token": size("num_experts_per_tok"),
+                "moe_intermediate": size(
+                    "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+                ),
+                "moe_layers": moe_layers,
+            }
+            if experts["experts_per_token"] > experts["experts"]:
+                raise UserError(
+                    f"omni.llm: num_experts_per_tok is {experts['experts_per_token']}, but there are "
+                    f"{experts['experts']} experts; lower it"
+                )
         attention_bias = bool(hf_config.get("attention_bias", False))
         return cls(
             hidden=hidden,
@@ -73,14 +126,15 @@ class LLMMeta:
             head_dim=head_dim,
             intermediate=size("intermediate_size"),
             vocab=size("vocab_size"),
-            tied=bool(hf_config.get("tie_word_embeddings", _TIED_DEFAULT[family])),
+            tied=bool(hf_config.get("tie_word_embeddings", False)),
             trainable=trainable,
             qkv_bias=_ATTENTION_BIAS.get(family, attention_bias),
-            out_bias=attention_bias and family in ("llama", "qwen3"),
+            out_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
             mlp_bias=bool(hf_config.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             window=int(hf_config.get("sliding_window") or 0) if windowed else 0,
             model_type=family,
+            **experts,
         )
 
     @cached_property
@@ -92,17 +146,52 @@ class LLMMeta:
         return self.kv_heads * self.head_dim
 
     @cached_property
+    def _attention_matrices(self) -> int:
+        return self.hidden * (2 * self._query + 2 * self._key_value)
+
+    @cached_property
     def layer_matrices(self) -> int:
-        """Matrix parameters of a decoder layer: q, k, v, o and the gated MLP."""
-        attention = self.hidden * (2 * self._query + 2 * self._key_value)
-        return attention + 3 * self.hidden * self.intermediate
+        """Matrix parameters that a token meets in a decoder layer: q, k, v, o and the gated MLP; on average
+        where dense layers and experts mix."""
+        return self._mean(self.matrices_of_layer)
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of a decoder layer: matrices, biases, two norms, q and k norms; on average where
+        dense layers and experts mix."""
+        return self._mean(self.parameters_of_layer)
+
+    def _mean(self, of_layer: Callable[[int], int]) -> int:
+        if len(self.moe_layers) in (0, self.layers):
+            return of_layer(0)
+        return sum(map(of_layer, range(self.layers))) // self.layers
+
+    def matrices_of_layer(self, index: int) -> int:
+        """Matrix parameters that a token meets in one layer: attention and its MLP, or router and the
+        experts it is sent to."""
+        if index in self.moe_layers:
+            mlp = self.experts * self.hidden + self.experts_per_token * self._expert_parameters
+        else:
+            mlp = 3 * self.hidden * self.intermediate
+        return self._attention_matrices + mlp
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of a decoder layer: matrices, biases, two norms, q and k norms."""
+    def _expert_parameters(self) -> int:
+        return 3 * self.hidden * self.moe_intermediate
+
+    def expert_parameters_of_layer(self, index: int) -> int:
+        """Parameters of all experts of one layer: what expert parallelism divides."""
+        return self.experts * self._expert_parameters if index in self.moe_layers else 0
+
+    def parameters_of_layer(self, index: int) -> int:
+        """Parameters of one decoder layer, all experts included."""
         biases = (self._query + 2 * self._key_value) * self.qkv_bias + self.hidden * self.out_bias
         biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
-        return self.layer_matrices + biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        vectors = biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        if index in self.moe_layers:
+            router = self.experts * self.hidden
+            return self._attention_matrices + router + self.expert_parameters_of_layer(index) + vectors
+        return self.matrices_of_layer(index) + vectors
 
     @property
     def embedding_parameters(self) -> int:
@@ -117,10 +206,12 @@ class LLMMeta:
     def parameters(self) -> int:
         """Of the whole LLM; a tied matrix counts once."""
         embedding = self.embedding_parameters * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + embedding + self.hidden
+        return sum(map(self.parameters_of_layer, range(self.layers))) + embedding + self.hidden
 
-    def layer_flops(self, lengths: Iterable[int]) -> int:
-        """Forward of one decoder layer on a packed sequence of documents with these lengths."""
+    def layer_flops(self, lengths: Iterable[int], index: int | None = None) -> int:
+        """Forward of one decoder layer (``index``; None: the average one) on a packed sequence of documents
+        with these lengths."""
+        matrices = self.layer_matrices if index is None else self.matrices_of_layer(index)
         tokens = pairs = 0
         window = self.window
         for n in lengths:
@@ -129,7 +220,7 @@ class LLMMeta:
                 pairs += window * window + 2 * (n - window) * window
             else:
                 pairs += n * n
-        return 2 * self.layer_matrices * tokens + 2 * self._query * pairs
+        return 2 * matrices * tokens + 2 * self._query * pairs
 
     def head_flops(self, target_tokens: int) -> int:
         """Forward of the vocabulary head on the target rows alone."""
@@ -137,4 +228,8 @@ class LLMMeta:
 
     def sample_flops(self, tokens: int, target_tokens: int) -> int:
         """Forward of one sample through the whole LLM: what balancing compares."""
-        return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        if self.window and tokens > self.window:
+            return self.layers * self.layer_flops((tokens,)) + self.head_flops(target_tokens)
+        # The same, written out: asked for every sample of every step.
+        layer = 2 * tokens * (self.layer_matrices + self._query * tokens)
+        return self.layers * layer + 2 * self.hidden * self.vocab * target_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from omni_ds.plan.actions import Action, Kind
+from omni_ds.plan.actions import SENDS, Action, Kind
 from omni_ds.plan.reshard import Transfer, Window
 
 
@@ -94,17 +94,33 @@ def add_messages(
 
 
 def add_step_end(
-    actions: Sequence[Action], *, tied: bool, llm_trainable: bool, encoders_trainable: bool
+    actions: Sequence[Action], *, tied: bool, llm_trainable: bool, encoders_trainable: bool, last_window: int
 ) -> tuple[Action, ...]:
-    """Append what ends a training step: gradient reductions, the joint norm, the optimizer step.
+    """Add what ends a training step: gradient reductions, the joint norm, the optimizer step.
 
-    tied: this rank holds one of two copies of a tied weight.
+    The LLM's gradients are reduced as soon as this stage has them, behind the messages of its last backward,
+    while other stages and encoders still work. Tied weights are summed between the first and the last stage
+    first; until the first has its last backward, the last one runs the EBs of earlier windows.
+
+    tied: this rank holds one of two copies of a tied weight. last_window: the one whose EB needs the first
+    stage's last backward.
     """
-    end = []
-    if tied and llm_trainable:
-        end.append(Action(Kind.TIED))
+    found = list(actions)
     if llm_trainable:
-        end.append(Action(Kind.REDUCE))
+        at = _after_last_backward(actions)
+        if tied:
+            early = [i for i, a in enumerate(actions) if a.kind is Kind.EB and a.index < last_window]
+            at = max([at, *(i + 1 for i in early)])
+        found[at:at] = [Action(Kind.TIED), Action(Kind.REDUCE)] if tied else [Action(Kind.REDUCE)]
     if encoders_trainable:
-        end.append(Action(Kind.ER))
-    return (*actions, *end, Action(Kind.NORM), Action(Kind.STEP))
+        found.append(Action(Kind.ER))
+    return (*found, Action(Kind.NORM), Action(Kind.STEP))
+
+
+def _after_last_backward(actions: Sequence[Action]) -> int:
+    """Position behind the last backward of the LLM and the messages that it sends."""
+    backwards = [i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.I, Kind.W)]
+    at = backwards[-1] + 1 if backwards else len(actions)
+    while at < len(actions) and actions[at].kind in SENDS:
+        at += 1
+    return at

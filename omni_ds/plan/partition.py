@@ -33,7 +33,7 @@ def karmarkar_karp(
     if capacities is not None:
         top = max(capacities)
         head_start = [top - room for room in capacities]
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable: ties by index
     if not any(head_start) and len(order) <= bins:
         # One each. (Differencing ends here too, after a merge for every item.)
         return tuple((order[b],) if b < len(order) else () for b in range(bins))
@@ -79,14 +79,17 @@ def karmarkar_karp(
 def _largest_first(
     order: Sequence[int], costs: Sequence[int], head_start: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    heap = [(load, b) for b, load in enumerate(head_start)]
+    # A load with the bin in the low bits: as (load, bin), but compared faster.
+    bits = len(head_start).bit_length()
+    heap = [load << bits | b for b, load in enumerate(head_start)]
     heapq.heapify(heap)
+    mask, replace = (1 << bits) - 1, heapq.heapreplace
     members: list[list[int]] = [[] for _ in head_start]
     for i in order:
-        load, b = heap[0]
-        heapq.heapreplace(heap, (load + costs[i], b))
-        members[b].append(i)
-    return tuple(tuple(sorted(part)) for part in members)
+        least = heap[0]
+        replace(heap, least + (costs[i] << bits))
+        members[least & mask].append(i)
+    return tuple([tuple(sorted(part)) for part in members])
 
 
 def _merge(
@@ -117,7 +120,7 @@ def deal(
     the cheapest bin that still has room); where that fails too, first-fit decreasing on tokens decides.
     """
     parts = karmarkar_karp(costs, bins)
-    if all(sum(tokens[i] for i in part) <= budget for part in parts):
+    if max([sum([tokens[i] for i in part]) for part in parts]) <= budget:
         return parts
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], -tokens[i], i))
     by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], -costs[i], i))

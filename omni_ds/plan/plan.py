@@ -22,6 +22,7 @@ class PlanOptions:
     """What the config says about the plan.
 
     placement: "colocated" (encoders on every rank) or "first_stage". encoder_zero_stage: 1, 2 or 3.
+    llm_zero_stage: 0 to 3; 0 for a frozen LLM.
     balance_mode: "auto" or "off". max_tokens_per_micro_batch: the token budget. micro_batches: fixed
     number, or None to choose the smallest that fits the budget and fills the pipeline. recompute: LLM
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
@@ -34,6 +35,7 @@ class PlanOptions:
     encoder_zero_stage: int = 2
     llm_zero_stage: int = 1
     balance_mode: str = "auto"
+    long_short: str | int = "auto"
     max_tokens_per_micro_batch: int = 8192
     micro_batches: int | None = None
     recompute: bool = False
@@ -157,6 +159,7 @@ class ReplicaPlan:
             tied=self.tied and last > 0 and stage in (0, last),
             llm_trainable=self.llm_trainable,
             encoders_trainable=self.encoders_trainable,
+            last_window=len(self.members) - 1,
         )
 
 

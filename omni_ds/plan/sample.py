@@ -16,7 +16,8 @@ class Item:
     encoder: name of the encoder. shape: of the preprocessed medium, image (height, width) in pixels,
     audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
     rows: feature rows the LLM receives. spans: where they go, (offset in the sample's tokens, length) each;
-    the lengths add up to rows. slice_unit: segments may only be cut at multiples of it.
+    the lengths add up to rows. start: where it begins in the medium, in mel frames; more than 0 for a later
+    part of a long recording (long_short.py).
     """
 
     row: int
@@ -26,7 +27,7 @@ class Item:
     segments: tuple[int, ...]
     rows: int
     spans: tuple[tuple[int, int], ...]
-    slice_unit: int = 1
+    start: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 from omni_ds.plan.actions import Kind
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
+from omni_ds.plan.long_short import split_recordings
 from omni_ds.plan.plan import Plan, ReplicaPlan, StepPlan
 from omni_ds.plan.retime import retime
 from omni_ds.plan.sample import SampleMeta
@@ -39,6 +41,7 @@ def build_step(
     number of micro-batches cannot hold the batch.
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
+    samples = split_recordings(samples, cost, plan.mesh.world_size, plan.options.long_short)
     bins = _micro_batches(plan, samples, cost, forward_only)
     llm_costs = [LLMCost.of(plan.llm, micro_batches) for micro_batches in bins]
     llm = llm_work(
@@ -78,8 +81,8 @@ def build_step(
         replicas=replicas,
         micro_batches=len(bins[0]),
         samples=len(samples),
-        tokens=sum(sample.tokens for sample in samples),
-        target_tokens=sum(sample.target_tokens for sample in samples),
+        tokens=sum([sample.tokens for sample in samples]),
+        target_tokens=sum([sample.target_tokens for sample in samples]),
         forward_only=forward_only,
         hash=_hash(step, replicas, forward_only),
         encoder_imbalance=_ratio([load for loads in woven.loads for load in loads]),
@@ -99,7 +102,7 @@ def _micro_batches(
         None if forward_only else plan.options.micro_batches,
         FILL * plan.mesh.pipe if plan.mesh.pipe > 1 else 1,
         lambda sample: passes * plan.llm.sample_flops(sample.tokens, sample.target_tokens),
-        lambda sample: sum(cost.total(item) for item in sample.items),
+        lambda sample: cost.whole(sample.items),
         balance=plan.options.balance_mode == "auto",
     )
 
@@ -112,21 +115,31 @@ def _ratio(loads: Sequence[int]) -> float:
 def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int:
     """63 bits of everything that decides what ranks do: windows, messages and actions follow from it."""
     first = replicas[0]
-    numbers = array("q", (step, forward_only, len(replicas), first.live, first.tied))
-    for replica in replicas:
-        for mb in replica.micro_batches:
-            numbers.append(-len(mb.samples))
-            for s in mb.samples:
-                numbers.extend((s.row, s.tokens, s.target_tokens))
-                for item in s.items:
-                    numbers.extend((item.rows, *item.shape))
-        for window in replica.parts:
-            for part in window:
-                numbers.append(-len(part))
-                numbers.extend(part)
-    for actions in first.schedule.stages:
-        numbers.append(-len(actions))
-        numbers.extend([_CODE[action.kind] << 32 | action.index for action in actions])
+    micro_batches = [mb.samples for replica in replicas for mb in replica.micro_batches]
+    samples = list(chain.from_iterable(micro_batches))
+    items = [item for sample in samples for item in sample.items]
+    parts = list(chain.from_iterable([window for replica in replicas for window in replica.parts]))
+    actions = first.schedule.stages
+    # A column for each number, in the order of the plan: many appends to one array take several times longer.
+    columns = (
+        (step, forward_only, len(replicas), first.live, first.tied),
+        list(map(len, micro_batches)),
+        [sample.row for sample in samples],
+        [sample.tokens for sample in samples],
+        [sample.target_tokens for sample in samples],
+        [len(sample.items) for sample in samples],
+        [item.rows for item in items],
+        [item.start for item in items],
+        [len(item.shape) for item in items],
+        list(chain.from_iterable([item.shape for item in items])),
+        list(map(len, parts)),
+        list(chain.from_iterable(parts)),
+        list(map(len, actions)),
+        [_CODE[action.kind] << 32 | action.index for action in chain.from_iterable(actions)],
+    )
     digest = hashlib.blake2b(repr((first.members, first.passes)).encode(), digest_size=8)
-    digest.update(numbers.tobytes())
+    for column in columns:
+        numbers = array("q", column)
+        digest.update(len(numbers).to_bytes(8, "big"))
+        digest.update(numbers.tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1

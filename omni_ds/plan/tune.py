@@ -14,7 +14,7 @@ from math import isqrt
 
 from omni_ds.plan.base import LLMWork, TimeLine, time_line
 from omni_ds.plan.capacity import share_targets
-from omni_ds.plan.fill import EncoderWork, list_schedule, smallest_live
+from omni_ds.plan.fill import EncoderWork, shorter_schedule, smallest_live
 from omni_ds.plan.shares import cut_windows, deal_windows
 
 UNIT = 1 << 16
@@ -23,12 +23,13 @@ _OCTAVE = (65536, 69433, 73562, 77936, 82570, 87480, 92682, 98193, 104032, 11021
 COARSE = 3  # log_step is rounded down to multiples of it: steps of one kind share a search
 # Candidates count as equal within one part in NEAR of the step and NEAR_ENCODER of a rank's encoder time.
 NEAR, NEAR_ENCODER = 256, 32
+HOPELESS = 125  # per cent of the best size's step: a size that takes longer is not searched
 ALWAYS = 1000000  # an overflow that lets everything start in a bubble
 ROBUST_OVERFLOW = 500
 # (lead in micro-batches, None: as many as stages; overflow)
 KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, 500), (1, ALWAYS), (None, 500), (None, ALWAYS))
 FEW_KNOBS = ((0, 0), (0, 500), (0, ALWAYS), (1, ALWAYS))  # for steps with more ops than
-MANY_OPS = 512
+MANY_OPS = 256
 # Standard normal quantiles (k + 1/2) / 32 in thousandths, shuffled: stylised items are as unequal as the
 # real ones.
 _QUANTILES = (-40, 1318, -776, 489, -2154, 197, 887, -1318, 40, -489, 1010, -1010, 2154, -118, -277, 402) + (
@@ -94,6 +95,11 @@ def log_step(numerator: int, denominator: int) -> int:
     return max(-96, power.bit_length() - 1 - 96)
 
 
+def round_step(step: int) -> int:
+    """To the nearest multiple of COARSE."""
+    return (step + COARSE // 2) // COARSE * COARSE
+
+
 def from_log_step(step: int) -> int:
     """Inverse of log_step, in units of UNIT."""
     octave, k = divmod(step, 12)
@@ -141,18 +147,26 @@ def tune(shape: Shape) -> tuple[Choice, ...]:
         for unequal in (False, True):
             work = works[size, unequal] = _stylised(shape, llm, line, windows, unequal)
             choice = Choice(size, unequal, 0, 500, live)
-            screened.append((_length(llm, work, line, choice), -size, unequal, choice))
+            limit = min((entry[0] for entry in screened), default=1 << 62) * HOPELESS // 100
+            length = _length(llm, work, line, choice, limit)
+            if length < limit:
+                screened.append((length, -size, unequal, choice))
     screened.sort(key=lambda entry: entry[:3])
     sizes = list(dict.fromkeys(choice.window for *_, choice in screened))[:3]
     ranking = []
-    for length, size, unequal, choice in screened:
-        tried = [(length, choice)]
+    for length, size, unequal, screened_as in screened:
+        choice = screened_as
         if choice.window in sizes:
-            for lead, overflow in knobs:
-                other = replace(choice, lead=stages if lead is None else lead, overflow=overflow)
-                if other != choice:
-                    tried.append((_length(llm, works[-size, unequal], line, other), other))
-        length, choice = min(tried, key=lambda found: found[0])
+            others = [
+                replace(choice, lead=stages if lead is None else lead, overflow=overflow)
+                for lead, overflow in knobs
+            ]
+            for other in dict.fromkeys(others):
+                if other == screened_as:
+                    continue
+                found = _length(llm, works[-size, unequal], line, other, length)
+                if found < length:
+                    length, choice = found, other
         ranking.append((length, size, unequal, choice))
     encoding = count * (from_log_step(shape.encode) + from_log_step(shape.encode_back or -96)) // stages
     grain = max(1, min(min(entry[0] for entry in ranking) // NEAR, encoding // NEAR_ENCODER))
@@ -160,8 +174,12 @@ def tune(shape: Shape) -> tuple[Choice, ...]:
     return tuple(entry[-1] for entry in ranking)
 
 
-def _length(llm: LLMWork, work: EncoderWork, line: TimeLine, choice: Choice) -> int:
-    return list_schedule(llm, work, line, lead=choice.lead, live=choice.live, overflow=choice.overflow).length
+def _length(llm: LLMWork, work: EncoderWork, line: TimeLine, choice: Choice, limit: int) -> int:
+    """Simulated step time, or `limit` if it is not shorter."""
+    schedule = shorter_schedule(
+        llm, work, line, lead=choice.lead, live=choice.live, overflow=choice.overflow, limit=limit
+    )
+    return limit if schedule is None else schedule.length
 
 
 def _stylised(

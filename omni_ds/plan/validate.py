@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from omni_ds.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from omni_ds.plan.actions import COMPUTE, LLM_COMPUTE, RECEIVES, SENDS, Action, Kind
 from omni_ds.plan.graph import CONSUMER, ActionGraph, ScheduleError, build_graph
 from omni_ds.plan.render import order_grid
 from omni_ds.plan.simulate import peak_live
@@ -50,11 +50,13 @@ def plan_graph(plan: Plan, step_plan: StepPlan) -> ActionGraph:
     zero = {rank: group for group in mesh.zero_groups() for rank in group}
     members = [{w.index: w.micro_batches for w in replica.windows} for replica in step_plan.replicas]
     gathers = plan.gathers_encoders
+    # ZeRO-2 reduces in every backward, ZeRO-3 gathers in every forward too.
+    together = (frozenset(), frozenset(), frozenset({Kind.B}), LLM_COMPUTE)[plan.options.llm_zero_stage]
 
     def group(rank: int, action: Action) -> Sequence[int] | None:
         if action.kind in (Kind.ER, Kind.NORM, Kind.STEP):
             return world
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.REDUCE or action.kind in together:
             return zero[rank]
         if action.kind is Kind.TIED:
             c = mesh.coords(rank)
@@ -190,6 +192,24 @@ def check_order(rank: int, actions: Sequence[Action], windows: Mapping[int, Sequ
             if a.index <= latest[a.kind]:
                 raise ScheduleError(f"rank {rank} runs {a} out of window order", (rank, i))
             latest[a.kind] = a.index
+    check_reductions(rank, actions)
+
+
+def check_reductions(rank: int, actions: Sequence[Action]) -> None:
+    """Gradients are complete when they are reduced: TIED and REDUCE after the last backward of the LLM, in
+    that order, ER after that of the encoders, and all of them before the norm."""
+    needs = {
+        Kind.TIED: (Kind.B, Kind.I, Kind.W),
+        Kind.REDUCE: (Kind.B, Kind.I, Kind.W, Kind.TIED),
+        Kind.ER: (Kind.EB,),
+        Kind.NORM: (Kind.TIED, Kind.REDUCE, Kind.ER),
+        Kind.STEP: (Kind.NORM,),
+    }
+    last = {a.kind: i for i, a in enumerate(actions)}
+    for i, a in enumerate(actions):
+        for kind in needs.get(a.kind, ()):
+            if last.get(kind, -1) > i:
+                raise ScheduleError(f"rank {rank} runs {a} before {actions[last[kind]]}", (rank, i))
 
 
 def check_local(rank: int, actions: Sequence[Action], replica: ReplicaPlan) -> None:

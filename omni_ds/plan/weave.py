@@ -9,19 +9,34 @@ from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.capacity import share_targets
 from omni_ds.plan.cost import EncoderCost
-from omni_ds.plan.fill import EncoderWork, Schedule
+from omni_ds.plan.fill import EncoderWork, Schedule, shorter_schedule
 from omni_ds.plan.plan import Plan
 from omni_ds.plan.schedule import first_stage, joint, uniform
 from omni_ds.plan.shares import cut_windows, deal_windows
-from omni_ds.plan.tune import COARSE, Choice, Shape, log_step, measure_items, tune, window_sizes
+from omni_ds.plan.tune import (
+    COARSE,
+    Choice,
+    Shape,
+    log_step,
+    measure_items,
+    round_step,
+    tune,
+    window_sizes,
+)
 
 # Candidates tried on the real step: as many as keep planning fast, counted in stages x micro-batches x
 # replicas.
 TRIED_OPS, MOST_TRIES = 4096, 8
 # Items x ranks of an encoder group up to which items are dealt by differencing.
 EXACT_DEAL = 1 << 14
+MEASURED = 8  # replicas
 LIVE_AT_LEAST = 4  # micro-batches' worth of encoder activations a rank may always hold (PlanOptions)
 
+# Sizes of the integers that items are dealt by: a replica's step, a window's rooms. Python calculates faster
+# with integers of one digit (30 bits), and for every window of every replica.
+DEAL_BITS, ROOM_BITS = 28, 12
+
+Table = list[list[list[int]]]
 Parts = tuple[tuple[tuple[int, ...], ...], ...]  # [window][rank]: indices of the window's items
 
 
@@ -40,23 +55,40 @@ class Woven:
 
 @dataclass(frozen=True)
 class Costs:
-    """forward, backward [replica][micro-batch][item]: FLOPs; names [replica][micro-batch]: encoders in
-    use."""
+    """forward, backward [replica][micro-batch][item]: FLOPs; both: their sum, coarser, for dealing."""
 
-    forward: list[list[list[int]]]
-    backward: list[list[list[int]]]
-    names: list[list[set[str]]]
+    forward: Table
+    backward: Table
+    both: Table
+    replicas: Sequence[Sequence[MicroBatch]]
 
     @classmethod
     def of(cls, replicas: Sequence[Sequence[MicroBatch]], cost: EncoderCost) -> Costs:
-        forward, backward, names = [], [], []
+        forward, backward = [], []
         for micro_batches in replicas:
-            items = [[item for sample in mb.samples for item in sample.items] for mb in micro_batches]
-            both = [[cost.both(item) for item in mb] for mb in items]
-            forward.append([[f for f, _ in mb] for mb in both])
-            backward.append([[b for _, b in mb] for mb in both])
-            names.append([{item.encoder for item in mb} for mb in items])
-        return cls(forward, backward, names)
+            pairs = [
+                [cost.both(item) for sample in mb.samples for item in sample.items] for mb in micro_batches
+            ]
+            forward.append([[f for f, _ in mb] for mb in pairs])
+            backward.append([[b for _, b in mb] for mb in pairs])
+        total = sum([sum(map(sum, table)) for table in (*forward, *backward)])
+        shift = max(0, (total // len(replicas)).bit_length() - DEAL_BITS)
+        both = [
+            [[1 + (x + y >> shift) for x, y in zip(*mb, strict=True)] for mb in zip(*replica, strict=True)]
+            for replica in zip(forward, backward, strict=True)
+        ]
+        return cls(forward, backward, both, replicas)
+
+    def windows(self, table: Table, members: Sequence[Sequence[int]]) -> Table:
+        """One of the tables as [replica][window][item]."""
+        if all(len(window) == 1 for window in members):
+            return table
+        return [[[x for m in window for x in replica[m]] for window in members] for replica in table]
+
+    def names(self, window: Sequence[int]) -> set[str]:
+        """Encoders that a window of any replica needs."""
+        samples = (s for replica in self.replicas for m in window for s in replica[m].samples)
+        return {item.encoder for sample in samples for item in sample.items}
 
     def mean(self, table: list[list[list[int]]]) -> list[int]:
         """Cost of each micro-batch, averaged over replicas."""
@@ -91,23 +123,32 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
             whole = [sum(forward[m] for m in window) // lanes for window in members]
             back = [sum(backward[m] for m in window) // lanes for window in members] if training else None
             rooms = share_targets(llm, line, members, whole, back)
-            rooms = [[part for part in row for _ in range(lanes)] for row in rooms]
-        parts = []
-        for f, b in zip(costs.forward, costs.backward, strict=True):
-            both = [[x + y for m in window for x, y in zip(f[m], b[m], strict=True)] for window in members]
-            parts.append(tuple(deal_windows(both, llm.stages * lanes, rooms, exact=exact)))
+            rooms = [
+                [(part << ROOM_BITS) // max(1, sum(row)) for part in row for _ in range(lanes)]
+                for row in rooms
+            ]
+        parts = [
+            tuple(deal_windows(both, llm.stages * lanes, rooms, exact=exact))
+            for both in costs.windows(costs.both, members)
+        ]
         passes = _passes(plan, members, costs, training)
         encoder, loads = _encoder_work(plan, members, passes, parts, costs, training)
         if plan.gathers_encoders:
-            tried = [uniform(llm, encoder, lead=choice.lead)]
-        else:
-            tried = [
-                joint(llm, encoder, lead=choice.lead, live=choice.live, overflow=overflow, line=line)
-                for overflow in choice.overflows()[: 1 + (tries > 1)]
-            ]
-        schedule = min(tried, key=lambda found: found.length)
-        if best is None or schedule.length < best.schedule.length:
+            schedule = uniform(llm, encoder, lead=choice.lead)
             best = Woven(members, passes, tuple(parts), loads, encoder, schedule)
+            continue
+        for overflow in choice.overflows()[: 1 + (tries > 1)]:
+            schedule = shorter_schedule(
+                llm,
+                encoder,
+                line,
+                lead=choice.lead,
+                live=choice.live,
+                overflow=overflow,
+                limit=1 << 200 if best is None else best.schedule.length,
+            )
+            if schedule is not None:
+                best = Woven(members, passes, tuple(parts), loads, encoder, schedule)
     assert best is not None
     return best
 
@@ -121,15 +162,17 @@ def _candidates(
         # Nothing fills bubbles there: windows are as large as keeps encoder activations small.
         size = max(size for size in window_sizes(stages, count) if size <= stages)
         return (Choice(size, False, 0, 0, count),)
-    middle = len(costs.forward) // 2
-    items, spread = measure_items(costs.forward[middle])
+    # How unequal items are: of a single replica it differs from step to step, and so would the kind.
+    items, spread = measure_items([mb for replica in costs.both[:MEASURED] for mb in replica])
     one_stage = sum(map(sum, llm.forward)) // stages * plan.mesh.lanes
+    encode = log_step(sum(forward), one_stage) // COARSE * COARSE
     return tune(
         Shape(
             stages=stages,
             micro_batches=count,
-            encode=log_step(sum(forward), one_stage) // COARSE * COARSE,
-            encode_back=log_step(sum(backward), one_stage) // COARSE * COARSE if training else None,
+            encode=encode,
+            # By its ratio to the forward, which hardly differs between steps: fewer kinds than by itself.
+            encode_back=encode + round_step(log_step(sum(backward), sum(forward))) if training else None,
             items=items,
             spread=spread,
             ranks=plan.mesh.lanes,
@@ -170,7 +213,7 @@ def _passes(
     for w, window in enumerate(members):
         names = set(trained) if w == len(members) - 1 else set()
         if plan.gathers_encoders:
-            names = names.union(*(replica[m] for replica in costs.names for m in window))
+            names |= costs.names(window)
         passes.append(tuple(meta.name for meta in plan.encoders if meta.name in names))
     return tuple(passes)
 
@@ -187,25 +230,34 @@ def _encoder_work(
     and the load of every rank over the step."""
     lanes, stages, count = plan.mesh.lanes, plan.mesh.pipe, len(parts)
     loads = [[0] * (stages * lanes) for _ in parts]
+    f_cost, b_cost = costs.windows(costs.forward, members), costs.windows(costs.backward, members)
     active, forward, backward = [], [], []
-    for w, window in enumerate(members):
+    for w in range(len(members)):
         f_sum, b_sum, used = [0] * stages, [0] * stages, bool(passes[w])
-        for replica, dealt in enumerate(parts):
-            f = [x for m in window for x in costs.forward[replica][m]]
+        for mine, dealt, f_window, b_window in zip(loads, parts, f_cost, b_cost, strict=True):
+            f, b = f_window[w], b_window[w]
             if not f:
                 continue
             used = True
-            b = [x for m in window for x in costs.backward[replica][m]]
-            mine, f_rank, b_rank = loads[replica], [0] * stages, [0] * stages
+            # The dearest rank of each stage; with one rank a stage that is the rank itself.
+            f_rank, b_rank = (f_sum, b_sum) if lanes == 1 else ([0] * stages, [0] * stages)
             for r, part in enumerate(dealt[w]):
                 if part:
-                    x, y = sum([f[i] for i in part]), sum([b[i] for i in part])
+                    x, y = f[part[0]], b[part[0]]
+                    for i in part[1:]:
+                        x += f[i]
+                        y += b[i]
                     mine[r] += x + y
-                    stage = r // lanes
-                    f_rank[stage], b_rank[stage] = max(f_rank[stage], x), max(b_rank[stage], y)
-            for stage in range(stages):
-                f_sum[stage] += f_rank[stage]
-                b_sum[stage] += b_rank[stage]
+                    if lanes == 1:
+                        f_rank[r] += x
+                        b_rank[r] += y
+                    else:
+                        stage = r // lanes
+                        f_rank[stage], b_rank[stage] = max(f_rank[stage], x), max(b_rank[stage], y)
+            if lanes > 1:
+                for stage in range(stages):
+                    f_sum[stage] += f_rank[stage]
+                    b_sum[stage] += b_rank[stage]
         if used:
             active.append(w)
             forward.append(tuple(-(-x // count) for x in f_sum))

@@ -29,7 +29,7 @@ def _train_with_a_bad_step(
     measured = executor._encoders.squared_norm
 
     def weights() -> dict[str, torch.Tensor]:
-        found = {n: t.clone() for n, t in full_parameters(runtime.module.global_names())}
+        found = {n: t.clone() for n, t in full_parameters(runtime.module.held(), runtime.groups.shards)}
         with runtime.encoders.ranks.active():
             found |= {n: t.clone() for n, t in full_parameters(runtime.encoder_parameters())}
         return found

@@ -76,17 +76,31 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, arguments: tupl
     assert_same_bits(output, expected)
 
 
-def test_resumed_in_another_layout(tmp_path: Path) -> None:
-    expected, output = uninterrupted(*PP2_ZERO3), tmp_path / "run"
+TP2 = layout(1, 2, "tensor_parallel.autotp_size=2")
+
+
+@pytest.mark.parametrize(
+    ("written", "resumed"),
+    [
+        pytest.param(PP2_ZERO3, layout(1, 1), id="pp2-dp2"),
+        pytest.param(TP2, PP2_ZERO3, id="tp2-pp2"),
+        pytest.param(PP2_ZERO3, TP2, id="pp2-tp2", marks=pytest.mark.full),
+    ],
+)
+def test_resumed_in_another_layout(
+    tmp_path: Path, written: tuple[str, ...], resumed: tuple[str, ...]
+) -> None:
+    expected, output = uninterrupted(*written), tmp_path / "run"
     shutil.copytree(expected / "checkpoints/step-00000002", output / "checkpoints/step-00000002")
     tag = "step-00000002"
-    Ranks(command(output, *layout(1, 1), "--resume", tag), 2).wait()
+    Ranks(command(output, *resumed, "--resume", tag), 2).wait()
     rows = metrics(output)
     assert [row["step"] for row in rows] == [3, 4, 5, 6]
     for row, other in zip(rows, metrics(expected)[2:], strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     ours, theirs = exported(output / "export"), exported(expected / "export")
+    assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
 
 

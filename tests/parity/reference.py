@@ -77,16 +77,28 @@ class Reference(nn.Module):
         tokens = F.pad(tokens, (0, 0, 0, -len(tokens) % 4))
         return self.projectors["audio"](tokens.reshape(len(tokens) // 4, -1))
 
-    def loss_sum(self, sample: Any, media: list[tuple[str, Tensor]]) -> Tensor:
-        """Summed cross-entropy of one sample alone."""
+    def losses(self, sample: Any, media: list[tuple[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy of one sample alone, and its router loss, weighted by its tokens."""
         ids, labels = torch.as_tensor(sample.input_ids), torch.as_tensor(sample.labels)
         hidden = self.llm.model.embed_tokens(ids)
         for item, (name, value) in zip(sample.meta.items, media, strict=True):
             rows = self.image_rows(value) if name == "vision" else self.clip_rows(value)
             index = torch.cat([torch.arange(start, start + length) for start, length in item.spans])
             hidden = hidden.index_copy(0, index, rows)
-        logits = self.llm(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        router = bool(getattr(self.llm.config, "output_router_logits", False))
+        more = {"output_router_logits": True} if router else {}
+        out = self.llm(inputs_embeds=hidden[None], use_cache=False, **more)
+        loss = F.cross_entropy(out.logits[0], labels, ignore_index=-100, reduction="sum")
+        return loss, self._router_loss(out.router_logits) * len(ids) if router else torch.zeros(())
+
+    def _router_loss(self, logits: tuple[Tensor, ...]) -> Tensor:
+        """HF's load-balancing loss of each layer by itself, averaged, times its coefficient."""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        config = self.llm.config
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        layers = [load_balancing_loss_func((one,), experts, config.num_experts_per_tok) for one in logits]
+        return config.router_aux_loss_coef * torch.stack(layers).mean()
 
     def named_parts(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Parameters with global names, by part."""
@@ -127,23 +139,25 @@ def train_reference(
             parameter.requires_grad_(parameter.requires_grad and not freeze[part])
     optimizer = torch.optim.AdamW(groups, lr=base, eps=config.optimizer.params["eps"])
     trained = [p for group in groups for p in group["params"]]
-    losses, norms = [], []
+    losses, router_losses, norms = [], [], []
     for step in range(steps):
         samples = [dataset.encode(row) for row in sampler.rows(step)]
         targets = sum(sample.meta.target_tokens for sample in samples)
-        loss = torch.zeros(())
+        loss, router = torch.zeros(()), torch.zeros(())
         for row, sample in zip(sampler.rows(step), samples, strict=True):
             media = [
                 (item.encoder, torch.as_tensor(dataset.load_media(row, item.ordinal)))
                 for item in sample.meta.items
             ]
-            loss = loss + model.loss_sum(sample, media)
-        loss = loss / targets
+            sample_loss, sample_router = model.losses(sample, media)
+            loss, router = loss + sample_loss, router + sample_router
+        loss, router = loss / targets, router / sum(sample.meta.tokens for sample in samples)
         optimizer.zero_grad()
         if loss.requires_grad:
-            loss.backward()
+            (loss + router).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)))
         optimizer.step()
         losses.append(float(loss.detach()))
+        router_losses.append(float(router.detach()))
     final = {name: p.detach() for named in model.named_parts().values() for name, p in named}
-    return {"losses": losses, "norms": norms, "final": final}
+    return {"losses": losses, "router_losses": router_losses, "norms": norms, "final": final}

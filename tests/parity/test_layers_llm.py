@@ -1,4 +1,4 @@
-"""Packed pipeline layers against HF's causal LM run on each sample alone: logits, loss, every gradient."""
+"""Packed pipeline layers against HF's causal LM run on each sample alone: losses, argmax, every gradient."""
 
 from __future__ import annotations
 
@@ -74,6 +74,11 @@ def reference_loss(reference, batch: PackedBatch, embeds: torch.Tensor | None = 
     return F.cross_entropy(logits, batch.target_ids, reduction="sum"), logits
 
 
+def assert_same_losses(losses: torch.Tensor, logits: torch.Tensor, batch: PackedBatch) -> None:
+    expected = F.cross_entropy(logits, batch.target_ids, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
 def assert_same_gradients(reference, ours) -> None:
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
@@ -89,12 +94,23 @@ def test_equals_separate_samples(name: str, recompute: bool) -> None:
     batch = packed_batch(LENGTHS, vocab=61)
     expected_loss, expected = reference_loss(reference, batch)
     expected_loss.backward()
-    logits = run(definitions, modules, batch)
-    loss = F.cross_entropy(logits, batch.target_ids, reduction="sum")
-    loss.backward()
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    losses = run(definitions, modules, batch)
+    losses.sum().backward()
+    assert_same_losses(losses, expected, batch)
+    torch.testing.assert_close(losses.sum(), expected_loss, rtol=1e-5, atol=0)
     assert_same_gradients(reference, ours)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_evaluation_scores(name: str) -> None:
+    reference, definitions, modules, _ = pair(name)
+    batch = packed_batch(LENGTHS, vocab=61)
+    _, logits = reference_loss(reference, batch)
+    batch.target_ids[::2] = logits.argmax(-1)[::2]
+    losses, correct = run(definitions, [module.eval() for module in modules], batch)
+    assert_same_losses(losses, logits, batch)
+    assert torch.equal(correct > 0, logits.argmax(-1) == batch.target_ids) and 0 < correct.mean() < 1
 
 
 def test_sliding_window_matters() -> None:
@@ -125,9 +141,9 @@ def test_features_replace_placeholders(name: str) -> None:
     embeds = embeds.masked_scatter(mask, twin[order])
     expected_loss, expected = reference_loss(reference, batch, embeds)
     expected_loss.backward()
-    logits = run(definitions, modules, batch)
-    F.cross_entropy(logits, batch.target_ids, reduction="sum").backward()
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    losses = run(definitions, modules, batch)
+    losses.sum().backward()
+    assert_same_losses(losses, expected, batch)
     torch.testing.assert_close(features.grad, twin.grad, rtol=1e-5, atol=1e-5)
     assert_same_gradients(reference, ours)
 
@@ -151,7 +167,7 @@ def test_bf16_keeps_rotary_in_fp32() -> None:
 
 def test_empty_micro_batch_has_zero_gradients() -> None:
     _, definitions, modules, ours = pair("qwen3")
-    logits = run(definitions, modules, packed_batch((), vocab=61))
-    assert logits.shape == (0, 61)
-    logits.sum().backward()
+    losses = run(definitions, modules, packed_batch((), vocab=61))
+    assert losses.shape == (0,) and losses.dtype == torch.float32
+    losses.sum().backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in ours.values())

@@ -63,7 +63,7 @@ def _reference(config_path: str, checkpoints: str) -> dict[str, Any]:
     from omni_ds.engine.launch import assemble
 
     run = assemble(load_config(config_path))
-    initial = {n: p.detach().float().clone() for n, p in run.runtime.encoder_parameters().items()}
+    initial = {h.name: h.parameter.detach().float().clone() for h in run.runtime.encoder_parameters()}
     return train_reference(run.config, run.dataset, run.sampler, Path(checkpoints), initial, STEPS)
 
 

@@ -48,6 +48,17 @@ LLMS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe-mixed": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "mlp_only_layers": [0],
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,  # not a multiple of 8: without the grouped product
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
 }
 
 _VIT = {

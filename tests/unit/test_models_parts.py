@@ -15,7 +15,7 @@ from models.attention import BACKENDS, describe_backend, omni_attention, select_
 from models.encoders import build_encoder
 from models.freeze import set_trainable
 from models.hf_config import load_hf_config
-from models.llm import DecoderLayer, EmbedLayer, build_llm_layers, layer_mask, tied_logits
+from models.llm import DecoderLayer, EmbedLayer, build_llm_layers, layer_mask, tied_losses
 from models.masks import MaskSpec, Packing, bucket_lengths
 from omni_ds.config.parts import LLMConfig
 from omni_ds.errors import UserError
@@ -112,7 +112,7 @@ def test_layer_list() -> None:
     assert all(d.tied_key is None for d in untied)
     tied = build_llm_layers(AutoConfig.for_model(**llm_config("qwen3")), recompute=True)
     assert tied[0].tied_key == tied[-1].tied_key and tied[-1].cls is EmbedLayer
-    assert tied[-1].forward_fn is tied_logits and tied[0].forward_fn is None
+    assert tied[-1].forward_fn is tied_losses and tied[0].forward_fn is None
     assert tied[1].cls is DecoderLayer and tied[1].build().recompute
 
 

@@ -21,7 +21,9 @@ from transformers import (
 from models.encoders import RuntimeEncoders, build_encoder
 from models.hf_config import load_hf_config
 from models.llm import build_llm_layers
+from models.weight_names import map_names
 from models.weights import (
+    PartWeights,
     WeightSource,
     check_weights,
     empty_parameters,
@@ -32,6 +34,7 @@ from models.weights import (
     tower_weights,
 )
 from omni_ds.errors import UserError
+from omni_ds.plan.region import Region
 from tests.unit.model_helpers import ENCODERS, VITS, WHISPER, encoder_section, llm_config
 
 
@@ -207,9 +210,36 @@ def test_slices(tmp_path: Path) -> None:
     half = nn.Linear(32, 24, bias=False)
     weights = llm_weights(str(tmp_path / "llm"), config)
     name = "llm.model.layers.0.mlp.up_proj.weight"
-    taken = load_module(half, {"weight": name}, weights, slices={"weight": (slice(24, 48), slice(None))})
+    taken = load_module(half, {"weight": name}, weights, regions={"weight": Region.of((48, 32), 0, 24, 48)})
     assert taken == {"weight"}
     assert torch.equal(half.weight, saved[name.removeprefix("llm.")][24:])
+
+
+def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints hold experts separately, the model fuses them: in order of number, and only those held."""
+    experts = {f"mlp.experts.{e}.{n}_proj.weight": (e, n) for e in range(12) for n in ("gate", "up")}
+    tensors = {
+        f"model.layers.0.{name}": torch.full((3, 4), float(e if n == "gate" else -e))
+        for name, (e, n) in experts.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    sizes = {"num_experts": 12, "moe_intermediate_size": 3, "hidden_size": 4, "num_hidden_layers": 1}
+    model_config = AutoConfig.for_model("qwen3_moe", vocab_size=8, num_attention_heads=2, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    source = WeightSource(str(tmp_path))
+    weights = PartWeights(source, "llm.", model, map_names(source.names(), model), lambda _: True)
+    read = []
+    original = WeightSource.read
+    monkeypatch.setattr(
+        WeightSource, "read", lambda self, name, index=None: read.append(name) or original(self, name, index)
+    )
+    name = "llm.model.layers.0.mlp.experts.gate_up_proj"
+    assert weights.shape(name) == (12, 6, 4) and not read
+    gate, up = (weights.read(name, (slice(9, 11), part)) for part in (slice(0, 3), slice(3, 6)))
+    assert len(read) == len(set(read)) == 4
+    assert torch.equal(gate[:, 0, 0], torch.tensor([9.0, 10.0])) and torch.equal(up, -gate)
+    assert torch.equal(weights.read(name)[:, 0, 0], torch.arange(12.0))
 
 
 def test_pickle_is_refused_with_a_way_out(tmp_path: Path) -> None:

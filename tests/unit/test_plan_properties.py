@@ -10,13 +10,13 @@ from unit.plan_cases import plan_of, random_samples
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
-from omni_ds.plan.fill import EncoderWork, list_schedule, smallest_live
+from omni_ds.plan.fill import EncoderWork, list_schedule, shorter_schedule, smallest_live
 from omni_ds.plan.graph import build_graph
-from omni_ds.plan.lower import Neighbours, Routes, add_messages
+from omni_ds.plan.lower import Neighbours, Routes, add_messages, add_step_end
 from omni_ds.plan.replay import replay
 from omni_ds.plan.reshard import Piece, Transfer, Window
 from omni_ds.plan.schedule import uniform
-from omni_ds.plan.validate import validate_step
+from omni_ds.plan.validate import check_reductions, validate_step
 
 # Without shrinking: a counterexample of 16 stages takes minutes to shrink; the seed is printed.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -56,7 +56,8 @@ def problems(draw):
 
 
 def lowered(llm, encoder, schedule, routes):
-    """Actions with messages, one rank a stage, and the window table."""
+    """Actions with messages and the end of the step, one rank a stage, and the window table. The last window
+    is the one of the last micro-batch, with media or not."""
     windows = [Window(encoder.number(w), members, ()) for w, members in enumerate(encoder.windows)]
     transfers = [
         Transfer(window.index, source, 0, pieces=(Piece(window.micro_batches[0], 0, 0, 1),))
@@ -65,17 +66,40 @@ def lowered(llm, encoder, schedule, routes):
     ]
     table = Routes.of(windows, transfers)
     last = llm.stages - 1
+    training = llm.backward is not None
+    last_window = encoder.numbers[-1] if encoder.numbers else 0
+    if encoder.windows and encoder.windows[-1][-1] < llm.micro_batches - 1:
+        last_window += 1
     programs = {
-        s: add_messages(
-            actions,
-            s,
-            Neighbours(s - 1 if s else None, s + 1 if s < last else None),
-            table,
-            gradients=encoder.backward is not None,
+        s: add_step_end(
+            add_messages(
+                actions,
+                s,
+                Neighbours(s - 1 if s else None, s + 1 if s < last else None),
+                table,
+                gradients=encoder.backward is not None,
+            ),
+            tied=training and last > 0 and s in (0, last),
+            llm_trainable=training,
+            encoders_trainable=encoder.backward is not None,
+            last_window=last_window,
         )
         for s, actions in enumerate(schedule.stages)
     }
+    for s, actions in programs.items():
+        check_reductions(s, actions)
     return programs, {window.index: window.micro_batches for window in windows}
+
+
+def collectives(stages, gathers):
+    """Groups of one replica; REDUCE is among replicas, which run one program."""
+
+    def group(rank, action):
+        if action.kind in (Kind.ER, Kind.NORM, Kind.STEP) or (gathers and action.kind in (Kind.EF, Kind.EB)):
+            return tuple(range(stages))
+        return (0, stages - 1) if action.kind is Kind.TIED else None
+
+    return group
 
 
 def check_complete(llm, encoder, schedule):
@@ -102,7 +126,7 @@ def test_joint_schedules(problem, lead, live, overflow):
     schedule = list_schedule(llm, encoder, line, lead=lead, live=live, overflow=overflow)
     check_complete(llm, encoder, schedule)
     programs, members = lowered(llm, encoder, schedule, routes)
-    build_graph(programs, lambda rank, w: members[w], lambda rank, action: None).order()
+    build_graph(programs, lambda rank, w: members[w], collectives(llm.stages, gathers=False)).order()
     # never better than the LLM alone or the work of the busiest stage; something runs at any time
     assert schedule.length >= max([line.length, *schedule.busy])
     assert schedule.length <= sum(schedule.busy)
@@ -110,6 +134,11 @@ def test_joint_schedules(problem, lead, live, overflow):
         assert schedule.live == max(live, smallest_live(encoder.windows, llm.stages))
     # the recorded times are those of the order
     assert replay(llm, encoder, schedule.stages).length <= schedule.length
+
+    def within(limit):
+        return shorter_schedule(llm, encoder, line, lead=lead, live=live, overflow=overflow, limit=limit)
+
+    assert within(schedule.length) is None and within(schedule.length + 1) == schedule
 
 
 @settings(max_examples=40, deadline=None, phases=PHASES)
@@ -119,12 +148,7 @@ def test_uniform_schedules(problem, lead):
     schedule = uniform(llm, encoder, lead=lead)
     check_complete(llm, encoder, schedule)
     programs, members = lowered(llm, encoder, schedule, routes)
-    world = tuple(range(llm.stages))
-
-    def group(rank, action):
-        return world if action.kind in (Kind.EF, Kind.EB) else None
-
-    build_graph(programs, lambda rank, w: members[w], group).order()
+    build_graph(programs, lambda rank, w: members[w], collectives(llm.stages, gathers=True)).order()
 
 
 @settings(max_examples=60, deadline=None, phases=PHASES)

@@ -5,12 +5,14 @@ import random
 import pytest
 from unit.plan_cases import plan_of, random_samples
 
+from omni_ds.errors import UserError
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.build import build_step
 from omni_ds.plan.capacity import Idle, share_targets, split
 from omni_ds.plan.fill import EncoderWork
-from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.llm_meta import LLMMeta, check_expert_degree
 from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters, state_bytes
+from omni_ds.plan.partition import karmarkar_karp
 from omni_ds.plan.render import format_plan
 from omni_ds.plan.schedule import joint
 from omni_ds.plan.shares import cut_windows, deal_windows
@@ -126,6 +128,59 @@ def test_parameters_equal_those_of_transformers(family, tied):
     assert meta.head_flops(5) == 2 * 32 * 96 * 5
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "active"),
+    [
+        ("mixtral", {"num_local_experts": 6, "intermediate_size": 48}, {0, 1, 2, 3}),
+        ("qwen3_moe", {"num_experts": 6, "decoder_sparse_step": 2}, {1, 3}),
+        ("qwen3_moe", {"num_experts": 6, "mlp_only_layers": [1, 2], "attention_bias": True}, {0, 3}),
+    ],
+)
+def test_experts_are_held_whole_and_computed_in_part(family, sizes, active):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own = {"moe_intermediate_size": 24, "intermediate_size": 40} if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, vocab_size=96, num_experts_per_tok=2, **common, **own, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    meta = LLMMeta.from_config(config.to_dict())
+    assert (
+        LLMMeta.from_config(
+            {**common, **own, **sizes} | {"model_type": family, "vocab_size": 96} | {"num_experts_per_tok": 2}
+        )
+        == meta
+    )
+    assert meta.parameters == sum(p.numel() for p in model.parameters())
+    assert (meta.experts, meta.experts_per_token, set(meta.moe_layers)) == (6, 2, active)
+    for index, layer in enumerate(model.model.layers):
+        held = {name: p for name, p in layer.named_parameters()}
+        assert meta.parameters_of_layer(index) == sum(p.numel() for p in held.values())
+        experts = sum(p.numel() for name, p in held.items() if ".experts." in name)
+        assert meta.expert_parameters_of_layer(index) == experts
+        assert bool(experts) == (index in active)
+        met = sum(p.numel() for p in held.values() if p.dim() == 2) + experts * 2 // 6
+        assert meta.layer_flops((10, 6), index) - 2 * met * 16 == 2 * meta.heads * meta.head_dim * (100 + 36)
+    mean = sum(meta.parameters_of_layer(i) for i in range(4)) // 4
+    assert meta.layer_parameters == mean
+
+
+def test_more_choices_than_experts_are_refused():
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config |= {"model_type": "mixtral", "vocab_size": 96, "num_local_experts": 2, "num_experts_per_tok": 3}
+    with pytest.raises(UserError, match="num_experts_per_tok is 3, but there are 2 experts"):
+        LLMMeta.from_config(config)
+
+
+def test_expert_degrees_that_cannot_work_are_refused():
+    check_expert_degree(0, 1), check_expert_degree(4, 2)
+    with pytest.raises(UserError, match="3 ranks do not divide the 4 experts of a layer; use one of 1, 2, 4"):
+        check_expert_degree(4, 3)
+    with pytest.raises(UserError, match="2, but the LLM has no experts; use 1"):
+        check_expert_degree(0, 2)
+
+
 def test_sliding_window_attention_costs_a_band():
     config = {
         "model_type": "mistral",
@@ -178,3 +233,23 @@ def test_printed_plan_names_everything():
             line.split(" | ")[1] for line in text.splitlines() if line.startswith(f"rank {rank} |")
         )
         assert row.split() == [str(a) for a in step.actions(rank)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 30])
+def test_few_ranks_get_the_same_items_as_from_the_heap(count):
+    rng = random.Random(count)
+    costs = [[rng.randint(1, 9) for _ in range(count)] for _ in range(12)]
+    rooms = [[rng.randint(0, 4) for _ in range(8)] for _ in costs]
+    dealt = deal_windows(costs, 8, rooms, exact=False)
+    carry = [0] * 8
+    for window, row, parts in zip(costs, rooms, dealt, strict=True):
+        room = [part * sum(window) // sum(row) + c for part, c in zip(row, carry, strict=True)]
+        assert parts == karmarkar_karp(window, 8, capacities=room, exact=False)
+        carry = [r - sum(window[i] for i in part) for r, part in zip(room, parts, strict=True)]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_flops_of_a_sample_are_those_of_layers_and_head(window):
+    llm = LLMMeta(64, 3, 4, 2, 16, 128, 1000, False, True, window=window)
+    for tokens in (1, 99, 100, 101, 500):
+        assert llm.sample_flops(tokens, 7) == 3 * llm.layer_flops((tokens,)) + llm.head_flops(7)

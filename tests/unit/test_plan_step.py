@@ -8,12 +8,12 @@ import pytest
 from unit.plan_cases import plan_of, random_samples
 
 from omni_ds.errors import UserError
-from omni_ds.plan.actions import Action, Kind
+from omni_ds.plan.actions import COMPUTE, SENDS, Action, Kind
 from omni_ds.plan.build import build_step
 from omni_ds.plan.graph import ScheduleError
 from omni_ds.plan.sample import SampleMeta
 from omni_ds.plan.simulate import Links, simulate
-from omni_ds.plan.validate import validate_step
+from omni_ds.plan.validate import plan_graph, validate_step
 
 
 def kinds(actions):
@@ -51,6 +51,58 @@ def test_tied_weights_are_reduced_on_first_and_last_stage_only():
     plan = plan_of(4)
     step = build_step(plan, 0, random_samples(plan, 16, 0))
     assert [Kind.TIED in kinds(step.actions(rank)) for rank in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("data", [1, 2])
+def test_gradients_are_reduced_behind_the_last_backward(data, zero):
+    plan = plan_of(4, data, encoder_zero_stage=zero)
+    step = build_step(plan, 0, random_samples(plan, 40, 0))
+    validate_step(plan, step)
+    last_window = len(step.replicas[0].members) - 1
+    for rank in range(4 * data):
+        actions = step.actions(rank)
+        reduce = actions.index(Action(Kind.REDUCE))
+        before = [a for a in actions[:reduce] if a.kind not in (*SENDS, Kind.TIED)]
+        assert Action(Kind.EB, last_window) in actions[reduce:]
+        if Action(Kind.TIED) not in actions:
+            assert before[-1].kind is Kind.B
+            continue
+        # Nothing waits for the first stage that could run before it has its last backward.
+        assert actions[reduce - 1] == Action(Kind.TIED)
+        assert {a.index for a in actions[reduce:] if a.kind is Kind.EB} == {last_window}
+
+
+def test_reduction_runs_while_earlier_stages_still_work():
+    plan = plan_of(4, 2)
+    step = build_step(plan, 0, random_samples(plan, 40, 0))
+    times = simulate(plan_graph(plan, step), lambda rank, action: 10 if action.kind in COMPUTE else 1)
+    ends = {rank: {action: end for action, _, end in found} for rank, found in times.times.items()}
+    last = step.micro_batches - 1
+    assert ends[4][Action(Kind.REDUCE)] < ends[0][Action(Kind.B, last)], "stage 2 of 4"
+
+
+def test_llm_passes_are_collectives_from_zero_2_on():
+    for zero, together in ((1, set()), (2, {Kind.B}), (3, {Kind.F, Kind.B})):
+        plan = plan_of(1, 2, llm_zero_stage=zero)
+        assert plan.collective_forward == (zero > 1)
+        step = build_step(plan, 0, random_samples(plan, 16, 0))
+        graph = validate_step(plan, step)
+        found = {graph.action(n).kind for n, ranks in enumerate(graph.members) if len(ranks) == 2}
+        assert found & {Kind.F, Kind.B} == together
+
+
+@pytest.mark.parametrize(
+    ("kind", "back", "message"),
+    [(Kind.REDUCE, Kind.B, "runs REDUCE before B"), (Kind.ER, Kind.EB, "runs ER before EB")],
+)
+def test_validator_finds_a_reduction_of_incomplete_gradients(kind, back, message):
+    def edit(rank, actions):
+        actions.remove(Action(kind))
+        last = max(i for i, a in enumerate(actions) if a.kind is back)
+        return [*actions[:last], Action(kind), *actions[last:]]
+
+    assert message in _broken(edit)
 
 
 def test_text_only_step_still_has_one_encoder_pass_on_every_rank():
@@ -221,10 +273,7 @@ def test_validator_finds_a_deadlock_between_stages():
 
 def test_validator_finds_collectives_out_of_step():
     def edit(rank, actions):
-        if rank:
-            i, j = (actions.index(Action(kind)) for kind in (Kind.ER, Kind.NORM))
-            actions[i], actions[j] = actions[j], actions[i]
-        return actions
+        return [a for a in actions if rank == 0 or a.kind is not Kind.ER]
 
     assert "rank 1 enters NORM where rank 0 enters ER" in _broken(edit)
 

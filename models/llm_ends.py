@@ -1,0 +1,103 @@
+"""The ends of an LLM, which know its vocabulary: embedding, head, and the head of tied models.
+
+Shapes: T packed tokens, R feature rows, N targets, H hidden size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from models.packed import PackedBatch, StageState
+from omni_ds.parallel.layer_groups import ALONE, LayerGroups, even_part
+from omni_ds.parallel.sums import sum_output
+from omni_ds.plan.region import Region
+
+
+class EmbedLayer(nn.Module):
+    """Token embedding, with feature rows in the place of placeholder tokens. Also the head of tied models.
+
+    Tensor ranks hold rows of the vocabulary each; a rank looks up its own tokens, writes the feature rows it
+    has been sent, and one sum makes the hidden states whole. Its backward is the identity.
+    """
+
+    def __init__(self, config: PreTrainedConfig, groups: LayerGroups = ALONE):
+        super().__init__()
+        self.groups, self.vocab, padding = groups, config.vocab_size, config.pad_token_id
+        self.rows = even_part(self.vocab, groups.tensor)
+        held = padding is not None and self.rows[0] <= padding < self.rows[1]
+        padding = padding - self.rows[0] if held else None
+        self.embed_tokens = nn.Embedding(self.rows[1] - self.rows[0], config.hidden_size, padding)
+        self.embed_tokens.weight.tensor_model_parallel = groups.tensor is not None
+
+    def hf_names(self) -> dict[str, str]:
+        return {"embed_tokens.weight": "llm.model.embed_tokens.weight"}
+
+    def regions(self) -> dict[str, Region]:
+        shape = (self.vocab, self.embed_tokens.embedding_dim)
+        return {"embed_tokens.weight": Region.of(shape, 0, *self.rows)}
+
+    def forward(self, state: StageState) -> StageState:
+        """Sets hidden [T, H]. Gradients reach features [R, H] and, at all other tokens, the embedding.
+
+        With several tensor ranks, features [R, H] are given on all of them where there are placeholders, R
+        being 0 on a rank that has been sent none: the graph must be the same everywhere.
+        """
+        batch = state.batch
+        if self.groups.tensor is not None:
+            return state.with_hidden(self._summed_lookup(batch))
+        hidden = self.embed_tokens(batch.input_ids)
+        if batch.feature_positions is not None and batch.feature_positions.numel():
+            assert batch.features is not None, "feature positions without features"
+            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        return state.with_hidden(hidden)
+
+    def _summed_lookup(self, batch: PackedBatch) -> Tensor:
+        ids, (start, stop) = batch.input_ids, self.rows
+        elsewhere = (ids < start) | (ids >= stop)
+        placeholders = batch.placeholder_positions
+        if placeholders is None:
+            placeholders = batch.feature_positions
+        if placeholders is not None:
+            elsewhere = elsewhere.index_fill(0, placeholders, True)
+        hidden = self.embed_tokens((ids - start).masked_fill(elsewhere, 0))
+        hidden = hidden.masked_fill(elsewhere.unsqueeze(1), 0.0)
+        if batch.features is not None:
+            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        return sum_output(hidden, self.groups.tensor)
+
+
+class HeadLayer(nn.Module):
+    """Losses of an untied model; tensor ranks hold rows of the vocabulary each."""
+
+    def __init__(self, config: PreTrainedConfig, groups: LayerGroups = ALONE):
+        super().__init__()
+        from omni_ds.parallel.vocabulary import VocabularyHead
+
+        self._shape = (config.vocab_size, config.hidden_size)
+        self._rows = even_part(config.vocab_size, groups.tensor)
+        whole = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = VocabularyHead(whole, groups.tensor)
+
+    def hf_names(self) -> dict[str, str]:
+        return {"lm_head.weight": "llm.lm_head.weight"}
+
+    def regions(self) -> dict[str, Region]:
+        return {"lm_head.weight": Region.of(self._shape, 0, *self._rows)}
+
+    def forward(self, state: StageState) -> Tensor:
+        return self.lm_head(state.hidden, state.batch.target_ids)
+
+
+def tied_losses(module: EmbedLayer, state: StageState) -> Tensor:
+    """Losses by the embedding matrix: the ``forward_fn`` of a tied head."""
+    from omni_ds.parallel.vocabulary import target_losses
+
+    return target_losses(
+        state.hidden,
+        module.embed_tokens.weight,
+        state.batch.target_ids,
+        module.vocab,
+        module.groups.tensor,
+        scores=not module.training,
+    )

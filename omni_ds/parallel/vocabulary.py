@@ -1,0 +1,80 @@
+"""The ends of an LLM over vocabulary shards: embedding rows, and losses that never hold all logits.
+
+Shapes: T tokens of a micro-batch (or shard), N targets, H hidden size, V vocabulary rows, v of them here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import VocabParallelLinear, set_autotp_mode
+from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from omni_ds.parallel.layer_groups import even_part
+
+
+def target_losses(
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, vocab: int, group: ProcessGroup | None, scores: bool
+) -> Tensor:
+    """Cross-entropy of ``hidden @ weight.T`` over the whole vocabulary.
+
+    Args:
+        hidden: [N, H], the same on all ranks of ``group``; its gradient is complete on each.
+        weight: [v, H], this rank's rows (``even_part``).
+        target_ids: [N] int64 in 0 .. vocab - 1.
+        scores: also say where the target is the argmax (the smallest id of equals).
+
+    Returns:
+        fp32 losses [N], or with ``scores`` [2, N]: losses, and 1.0 where the target is the argmax. The same
+        on all ranks of ``group``.
+    """
+    start, stop = even_part(vocab, group)
+    losses = vocab_parallel_linear_cross_entropy(
+        hidden,
+        weight,
+        target_ids,
+        tp_group=group,
+        vocab_start_index=start,
+        vocab_end_index=stop,
+        reduction="none",
+    )
+    if not scores:
+        return losses
+    return torch.stack([losses, (best_ids(hidden, weight, start, group) == target_ids).to(losses.dtype)])
+
+
+@torch.no_grad()
+def best_ids(hidden: Tensor, weight: Tensor, start: int, group: ProcessGroup | None) -> Tensor:
+    """Argmax [N] over the vocabulary, computed by blocks of at most H rows of it, so that a block of logits
+    takes no more memory than two of the hidden states [N, H] in bf16."""
+    best = torch.full(hidden.shape[:1], -torch.inf, device=hidden.device)
+    ids = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
+    for first in range(0, weight.shape[0], hidden.shape[1]):
+        logits = (hidden @ weight[first : first + hidden.shape[1]].t()).float()
+        place = logits.argmax(-1, keepdim=True)
+        value = logits.gather(-1, place).squeeze(-1)
+        better = value > best
+        best = torch.where(better, value, best)
+        ids = torch.where(better, place.squeeze(-1) + (start + first), ids)
+    if group is not None:
+        highest = best.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        ids = torch.where(best == highest, ids, torch.iinfo(torch.int64).max)
+        dist.all_reduce(ids, op=dist.ReduceOp.MIN, group=group)
+    return ids
+
+
+class VocabularyHead(VocabParallelLinear):
+    """This rank's rows of an untied head; returns losses (:func:`target_losses`), scores when not
+    training."""
+
+    def __init__(self, linear: nn.Linear, group: ProcessGroup | None):
+        set_autotp_mode(training=True)
+        super().__init__(linear, group, name="lm_head")
+
+    def forward(self, hidden: Tensor, target_ids: Tensor) -> Tensor:
+        return target_losses(
+            hidden, self.weight, target_ids, self.vocab_size, self.mp_group, scores=not self.training
+        )
