@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_ds.plan.held import LayerShare, experts_of
+from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ def norm_bytes(width: int, element: int) -> int:
 
 def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: bool) -> int:
     """What decoder layer `index` keeps of a token on a tensor rank."""
-    share, experts = LayerShare.of(llm, tensor), experts_of(llm)
+    share = LayerShare.of(llm, tensor)
     total = 2 * norm_bytes(llm.hidden, element)
     if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
         total += (share.query + share.key) * (8 if element == 4 else 4 + element)
     # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor
     kept = 2 * share.query + 2 * share.key if shares_kv else 5 * share.query
     total += element * kept + 4 * share.heads
-    if index not in experts.layers:
+    if index not in llm.moe_layers:
         return total + 4 * element * share.inner
-    slots = experts.per_token
-    return total + element * slots * (4 * experts.intermediate + 2 * llm.hidden) + 8 * experts.count
+    slot = 4 * llm.moe_intermediate + 2 * llm.hidden
+    return total + element * llm.experts_per_token * slot + 8 * llm.experts
 
 
 def head_bytes(llm: LLMMeta, element: int) -> int:
@@ -151,8 +151,8 @@ def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: 
 
 def _layer_working(llm: LLMMeta, tensor: int, element: int) -> int:
     """Gradients of activations alive at once in a layer's backward, by token: those of the MLP."""
-    share, experts = LayerShare.of(llm, tensor), experts_of(llm)
-    inner = max(share.inner, experts.per_token * experts.intermediate)
+    share = LayerShare.of(llm, tensor)
+    inner = max(share.inner, llm.experts_per_token * llm.moe_intermediate)
     return element * (3 * inner + 2 * llm.hidden)
 
 

@@ -12,21 +12,7 @@ from dataclasses import dataclass
 
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Sizes of the mixture-of-experts layers; layers: their indices, none in a dense model."""
-
-    count: int = 0
-    per_token: int = 0
-    intermediate: int = 0
-    layers: tuple[int, ...] = ()
-
-
-def experts_of(llm: LLMMeta) -> Experts:
-    """The one place that reads a model's experts."""
-    return Experts()
+from omni_ds.plan.tensor_rules import head_share
 
 
 @dataclass(frozen=True)
@@ -41,15 +27,9 @@ class LayerShare:
 
     @classmethod
     def of(cls, llm: LLMMeta, tensor: int) -> LayerShare:
-        """Of the first tensor rank. Query heads stay with their key-value head; with fewer of these than
-        ranks, the query heads of one are dealt over its copies."""
-        per_head = llm.heads // llm.kv_heads
-        if llm.kv_heads >= tensor:
-            kv_heads = -(-llm.kv_heads // tensor)
-            heads = kv_heads * per_head
-        else:
-            copies = sum(rank * llm.kv_heads // tensor == 0 for rank in range(tensor))
-            kv_heads, heads = 1, -(-per_head // copies)
+        """Of the first tensor rank, which holds most (tensor_rules.head_share)."""
+        held = head_share(llm.heads, llm.kv_heads, tensor, 0)
+        heads, kv_heads = held.query[1] - held.query[0], held.kv[1] - held.kv[0]
         inner = -(-llm.intermediate // tensor)
         return cls(heads, kv_heads, heads * llm.head_dim, kv_heads * llm.head_dim, inner)
 
@@ -68,13 +48,12 @@ class Held:
 
 def layer_held(llm: LLMMeta, index: int, tensor: int, expert: int) -> Held:
     """Of decoder layer `index`."""
-    share, hidden, experts = LayerShare.of(llm, tensor), llm.hidden, experts_of(llm)
+    share, hidden = LayerShare.of(llm, tensor), llm.hidden
     dense = hidden * (2 * share.query + 2 * share.key)
     dense += (share.query + 2 * share.key) * llm.qkv_bias + hidden * llm.out_bias
     dense += 2 * hidden + 2 * llm.head_dim * llm.qk_norm
-    if index in experts.layers:
-        held = -(-experts.count // expert)
-        return Held(dense + experts.count * hidden, held * 3 * hidden * experts.intermediate)
+    if index in llm.moe_layers:
+        return Held(dense + llm.experts * hidden, llm.expert_parameters_of_layer(index) // expert)
     return Held(dense + 3 * hidden * share.inner + (2 * share.inner + hidden) * llm.mlp_bias)
 
 
