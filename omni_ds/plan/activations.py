@@ -16,6 +16,7 @@ logits never exist whole: the fused cross-entropy holds a block as large as its 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from omni_ds.plan.held import LayerShare
@@ -96,6 +97,7 @@ def norm_bytes(width: int, element: int) -> int:
     return 3 * width * 4 if element == 4 else width * (4 + 2 * element)
 
 
+@lru_cache(maxsize=8192)
 def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: bool) -> int:
     """What decoder layer `index` keeps of a token on a tensor rank."""
     share = LayerShare.of(llm, tensor)

@@ -8,7 +8,7 @@ memory to spare the fastest wins; among those within 2 % of it the one with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omni_ds.errors import UserError
 from omni_ds.plan.activations import Load
@@ -116,9 +116,11 @@ def choose(
     meshes = list(legal_meshes(llm, options, world_size, asked, hardware.per_node, len(samples)))
     if not meshes:
         raise UserError(_none_legal(world_size, asked))
-    candidates = []
+    candidates, cut = [], {}
     for mesh in meshes:
-        plan = build_plan(llm, tuple(encoders), mesh, options)
+        if mesh.pipe not in cut:  # layers are cut alike whatever the other axes
+            cut[mesh.pipe] = build_plan(llm, tuple(encoders), mesh, options)
+        plan = replace(cut[mesh.pipe], mesh=mesh)
         load = full_load(plan.encoders, batch, samples, micro_batches_of(plan, batch), mesh.data, options)
         memory = largest(plan, load, numerics)
         candidates.append(Candidate(mesh, memory, step_time(plan, batch, hardware, numerics.element)))

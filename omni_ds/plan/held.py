@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.mesh import Mesh
@@ -26,6 +27,7 @@ class LayerShare:
     inner: int
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, llm: LLMMeta, tensor: int) -> LayerShare:
         """Of the first tensor rank, which holds most (tensor_rules.head_share)."""
         held = head_share(llm.heads, llm.kv_heads, tensor, 0)
@@ -48,12 +50,18 @@ class Held:
 
 def layer_held(llm: LLMMeta, index: int, tensor: int, expert: int) -> Held:
     """Of decoder layer `index`."""
+    return _layer_held(llm, index in llm.moe_layers, tensor, expert)
+
+
+@lru_cache(maxsize=1024)
+def _layer_held(llm: LLMMeta, sparse: bool, tensor: int, expert: int) -> Held:
     share, hidden = LayerShare.of(llm, tensor), llm.hidden
     dense = hidden * (2 * share.query + 2 * share.key)
     dense += (share.query + 2 * share.key) * llm.qkv_bias + hidden * llm.out_bias
     dense += 2 * hidden + 2 * llm.head_dim * llm.qk_norm
-    if index in llm.moe_layers:
-        return Held(dense + llm.experts * hidden, llm.expert_parameters_of_layer(index) // expert)
+    if sparse:
+        experts = llm.expert_parameters_of_layer(llm.moe_layers[0]) // expert
+        return Held(dense + llm.experts * hidden, experts)
     return Held(dense + 3 * hidden * share.inner + (2 * share.inner + hidden) * llm.mlp_bias)
 
 

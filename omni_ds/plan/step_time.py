@@ -115,8 +115,9 @@ class _Passes:
         plan, mesh, llm = self.plan, self.plan.mesh, self.plan.llm
         recompute, stages = plan.options.recompute, len(plan.stages)
         layer, head = self._layer(), self._head()
-        messages = [self._messages(i) for i in range(llm.layers)]
-        hop = self._message(mesh) if stages > 1 else 0
+        of_kind = [self._messages(sparse) for sparse in (False, True)]
+        messages = [of_kind[i in llm.moe_layers] for i in range(llm.layers)]
+        hop = self._message() if stages > 1 else 0
         ends = self._all_reduce() if mesh.tensor > 1 else 0  # of the embedding, and of the head's gradient
         encoding = 0
         if plan.first_stage_only:
@@ -154,17 +155,17 @@ class _Passes:
         """Tokens of a sequence shard of a micro-batch."""
         return -(-self.of_replica(self.batch.tokens) // (self.count * self.plan.mesh.sequence))
 
-    def _message(self, mesh) -> int:
+    def _message(self) -> int:
         return transfer(self._rows * self.plan.llm.hidden * self.element, self.pipe_link)
 
     def _all_reduce(self) -> int:
         size, tensor = self._rows * self.plan.llm.hidden * self.element, self.plan.mesh.tensor
         return transfer(2 * size * (tensor - 1) // tensor, self.tensor_link)
 
-    def _messages(self, index: int) -> int:
-        """ns of the collectives in one direction of layer `index`."""
+    def _messages(self, moe: bool) -> int:
+        """ns of the collectives in one direction of a layer, with experts or dense."""
         llm, mesh, rows = self.plan.llm, self.plan.mesh, self._rows
-        moe, total = index in llm.moe_layers, 0
+        total = 0
         if mesh.tensor > 1:
             total += self._all_reduce() * (1 if moe else 2)
         if mesh.sequence > 1:
