@@ -5,6 +5,7 @@ Shapes: T packed tokens, R feature rows, N targets, H hidden size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -40,8 +41,7 @@ class EmbedLayer(nn.Module):
     def forward(self, state: StageState) -> StageState:
         """Sets hidden [T, H]. Gradients reach features [R, H] and, at all other tokens, the embedding.
 
-        With several tensor ranks, features [R, H] are given on all of them where there are placeholders, R
-        being 0 on a rank that has been sent none: the graph must be the same everywhere.
+        With several tensor ranks, R counts this rank's rows of the features; None when it has been sent none.
         """
         batch = state.batch
         if self.groups.tensor is not None:
@@ -64,6 +64,11 @@ class EmbedLayer(nn.Module):
         hidden = hidden.masked_fill(elsewhere.unsqueeze(1), 0.0)
         if batch.features is not None:
             hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        media = placeholders is not None and placeholders.numel() > 0
+        if media and torch.is_grad_enabled() and not hidden.requires_grad:
+            # The LLM is frozen, but another rank's features may need a gradient, whose backward pass is a
+            # collective of all.
+            hidden.requires_grad_()
         return sum_output(hidden, self.groups.tensor)
 
 

@@ -93,6 +93,7 @@ def plan_of(
         llm_zero_stage=0 if config.omni.llm.freeze else config.zero_optimization.stage,
         balance_mode=config.omni.balance.mode,
         long_short=config.omni.encoder_parallel.long_short,
+        group_size=None if config.omni.balance.group_size == "auto" else config.omni.balance.group_size,
         max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),

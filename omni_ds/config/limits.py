@@ -28,17 +28,6 @@ def _unsupported(config: Config) -> Iterator[str]:
     else:
         yield from _encoders(config)
     yield from _llm_memory(config)
-    if isinstance(omni.encoder_parallel.long_short, int):
-        yield (
-            f"omni.encoder_parallel.long_short: {omni.encoder_parallel.long_short} is not supported yet: "
-            f"segments are "
-            'encoded whole; use "auto" or "off"'
-        )
-    if omni.balance.group_size != "auto":
-        yield (
-            f"omni.balance.group_size: {omni.balance.group_size} is not supported yet: samples are exchanged "
-            'between all replicas; use "auto"'
-        )
     for name, source in omni.eval.sets.items():
         if source.metric == "wer":
             yield (

@@ -20,6 +20,7 @@ from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.llm_engine import sum_over_ranks
 from omni_ds.engine.loss import TargetScores, target_scores
 from omni_ds.engine.protocol import LLMEngine
+from omni_ds.engine.reduction_clock import ReductionClock
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
 from omni_ds.parallel.groups import ProcessGroups
@@ -53,7 +54,8 @@ class StepResult:
     ``auxiliary_loss``: router losses, already weighted, not part of ``loss``;
     ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
     start ns, end ns), where a compute action of a measured step starts when its messages are there;
-    ``compute``: (compute action, ns without waiting), of measured steps."""
+    ``compute``: (compute action, ns without waiting), of measured steps; ``reduce_seconds``: this rank in
+    TIED, REDUCE and ER, None on a GPU in a step that is not measured."""
 
     loss: float
     target_tokens: int
@@ -64,6 +66,7 @@ class StepResult:
     times: list[tuple[Action, int, int]] = field(default_factory=list)
     compute: list[tuple[Action, int]] = field(default_factory=list)
     bytes_sent: int = 0
+    reduce_seconds: float | None = None
 
 
 @dataclass
@@ -156,6 +159,7 @@ class StepExecutor:
         self._losses: list[Tensor] = []
         self._auxiliary: list[Tensor] = []
         self._result = StepResult(loss=0.0, target_tokens=step.target_tokens)
+        self._reductions = ReductionClock(self._device, step.measure)
         actions = plan.actions(self._rank)
         sent_before = self._bytes_sent()
         backward = [self._windows[action.index] for action in actions if action.kind is Kind.EB]
@@ -170,6 +174,7 @@ class StepExecutor:
         loss, auxiliary = sum_over_ranks(sums, self._groups.control)
         self._result.loss = loss / max(step.target_tokens, 1)
         self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
+        self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
         result = self._result
         del self._input, self._reshard, self._result  # nothing of a step lives while the next one is prepared
@@ -189,7 +194,8 @@ class StepExecutor:
 
     def _timed(self, action: Action) -> None:
         self._began = time.perf_counter_ns()
-        self._handlers[action.kind](action)
+        with self._reductions.around(action.kind):
+            self._handlers[action.kind](action)
         self._result.times.append((action, self._began, time.perf_counter_ns()))
 
     @contextmanager

@@ -13,6 +13,7 @@ from models.init import empty_parameters
 from models.llm import LayerDef
 from models.packed import PackedBatch, StageState
 from models.parameters import HeldParameter, held_parameters
+from omni_ds.engine.expert_load import ExpertCounts
 from omni_ds.engine.stage_layers import blocks_of, distinct_modules
 from omni_ds.plan.build import Plan
 
@@ -53,6 +54,7 @@ class OmniPipelineModule(PipelineModule):
         with contextlib.redirect_stdout(io.StringIO()), empty_parameters():
             super().__init__(layers=[_spec(layer) for layer in layers], topology=topology)
         self._blocks = blocks_of(self.forward_funcs, block)
+        self.expert_counts = ExpertCounts()
         object.__setattr__(self, "encoder_anchor", None)
 
     def to(self, *args, **kwargs) -> "OmniPipelineModule":
@@ -98,12 +100,13 @@ class OmniPipelineModule(PipelineModule):
             router losses of these layers, None without any.
         """
         state: StageState | Tensor = StageState(batch, hidden)
-        auxiliary = None
+        last = state
         for block in self._blocks:
             state = block(state)
             if isinstance(state, StageState):
-                auxiliary = state.auxiliary
-        return state.hidden if isinstance(state, StageState) else state, auxiliary
+                last = state
+        self.expert_counts.add(last.router_counts)
+        return state.hidden if isinstance(state, StageState) else state, last.auxiliary
 
     def local_layers(self) -> list[nn.Module]:
         """The distinct modules of this stage in order."""

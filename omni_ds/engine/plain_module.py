@@ -17,6 +17,7 @@ from models.init import empty_parameters
 from models.llm import DecoderLayer, LayerDef
 from models.packed import PackedBatch, StageState
 from models.parameters import HeldParameter, held_parameters
+from omni_ds.engine.expert_load import ExpertCounts
 from omni_ds.engine.stage_layers import (
     Block,
     Layer,
@@ -44,6 +45,7 @@ class PlainModule(nn.Module):
             built = _build(layers)
         self._modules_of_layers = tuple(distinct_modules(built))
         self.blocks = nn.ModuleList(_Gathered(each) for each in blocks_of(built, block))
+        self.expert_counts = ExpertCounts()
         object.__setattr__(self, "encoder_anchor", None)
 
     def mark_replicated(self) -> None:
@@ -66,6 +68,7 @@ class PlainModule(nn.Module):
         for block in self.blocks:
             out = block(hidden, auxiliary, carrier)
             hidden, auxiliary = out if isinstance(out, tuple) else (out, auxiliary)
+        self.expert_counts.add(carrier.state.router_counts)
         return hidden, auxiliary
 
     def local_layers(self) -> list[nn.Module]:

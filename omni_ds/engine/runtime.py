@@ -65,6 +65,10 @@ class Runtime:
     def learning_rates(self) -> dict[str, float]:
         return self.schedules.learning_rates()
 
+    def expert_load(self) -> float:
+        """Busiest expert of the last step over the mean; collective."""
+        return self.module.expert_counts.load(self.groups.stage, self.groups.control)
+
     def encoder_parameters(self) -> list[HeldParameter]:
         """Encoder parameters on this rank, whole, in config order."""
         return held_parameters(self.encoders.encoders().values())

@@ -150,8 +150,11 @@ class Trainer:
             "bubble_fraction": plan.bubble_fraction,
             "peak_memory_bytes": peak_memory_bytes(self._runtime.device),
         }
-        if result.auxiliary_loss:
+        if self._runtime.plan.llm.experts:
             row["auxiliary_loss"] = result.auxiliary_loss
+            row["expert_load"] = self._runtime.expert_load()
+        if result.reduce_seconds is not None:
+            row["reduce_seconds"] = result.reduce_seconds
         if self._failed:
             row["failed_samples"] = sum(self._failed.values())
         if result.skipped:

@@ -6,11 +6,12 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from omni_ds.errors import UserError
 from omni_ds.plan.partition import deal
 from omni_ds.plan.sample import SampleMeta
+from omni_ds.plan.shards import even_bounds
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ def assign(
     media_cost: Callable[[SampleMeta], int] = lambda sample: 0,
     *,
     balance: bool = True,
+    groups: int = 1,
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """The micro-batches of each replica; the same number M on all, some possibly empty.
+
+    groups: of neighbouring replicas, which divide the samples in order and keep their own.
 
     M is `micro_batches` if given, otherwise the smallest that fits `budget` tokens a micro-batch and is at
     least `fill` (as far as there are samples). balance: bins of even `cost` from all samples; otherwise
@@ -61,7 +65,20 @@ def assign(
 
     Raises UserError when `micro_batches` is given and no packing into that many was found.
     """
-    lists = _as_given if not balance else _balanced
+    one_group = _as_given if not balance else _balanced
+
+    def lists(costs, media, tokens, replicas, count, budget):
+        if groups == 1:
+            return one_group(costs, media, tokens, replicas, count, budget)
+        rows = []
+        for start, stop in pairwise(even_bounds(len(costs), groups)):
+            mine = (costs[start:stop], media[start:stop], tokens[start:stop])
+            found = one_group(*mine, replicas // groups, count, budget)
+            if found is None:
+                return None
+            rows += [[tuple([start + i for i in bin_]) for bin_ in row] for row in found]
+        return rows
+
     samples = tuple(samples)
     costs, tokens = [cost(s) for s in samples], [s.tokens for s in samples]
     media = [media_cost(s) for s in samples]

@@ -26,6 +26,14 @@ def build_plan(llm: LLMMeta, encoders: tuple[EncoderMeta, ...], mesh: Mesh, opti
         )
     if options.encoder_zero_stage not in (1, 2, 3):
         raise UserError(f"omni.encoder_parallel.zero_stage {options.encoder_zero_stage}: use 1, 2 or 3")
+    size = options.group_size or mesh.data
+    if mesh.data % size:
+        legal = [d for d in range(1, mesh.data + 1) if mesh.data % d == 0]
+        nearest = sorted(sorted(legal, key=lambda d: (abs(d - size), d))[:2])
+        raise UserError(
+            f"omni.balance.group_size {size} does not divide the {mesh.data} data-parallel replicas; the "
+            f"nearest that do: {' or '.join(map(str, nearest))}"
+        )
     if mesh.pipe > llm.layers:
         raise UserError(
             f"pipeline.stages {mesh.pipe}: the LLM has {llm.layers} decoder layers and every stage needs "

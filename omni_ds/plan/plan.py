@@ -36,6 +36,7 @@ class PlanOptions:
     llm_zero_stage: int = 1
     balance_mode: str = "auto"
     long_short: str | int = "auto"
+    group_size: int | None = None
     max_tokens_per_micro_batch: int = 8192
     micro_batches: int | None = None
     recompute: bool = False
@@ -76,6 +77,11 @@ class Plan:
         """A micro-batch's forward is a collective of several replicas (experts, or weights sharded by
         ZeRO), so that one without samples still takes part."""
         return self.mesh.expert > 1 or (self.options.llm_zero_stage >= 2 and self.llm.trainable)
+
+    @property
+    def reorder_replicas(self) -> int:
+        """DP replicas of a reorder group: samples are exchanged inside it."""
+        return self.options.group_size or self.mesh.data
 
     @property
     def encoder_order(self) -> dict[str, int]:

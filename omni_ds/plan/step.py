@@ -104,6 +104,7 @@ def _micro_batches(
         lambda sample: passes * plan.llm.sample_flops(sample.tokens, sample.target_tokens),
         lambda sample: cost.whole(sample.items),
         balance=plan.options.balance_mode == "auto",
+        groups=plan.mesh.data // plan.reorder_replicas,
     )
 
 

@@ -93,7 +93,7 @@ def _reference(config: str, checkpoints: str) -> dict[str, Any]:
     from omni_ds.engine.launch import assemble
 
     run = assemble(load_config(config))
-    encoders = run.runtime.held_encoders()
+    encoders = run.runtime.encoder_parameters()
     initial = {held.name: held.parameter.detach().float().clone() for held in encoders}
     return train_reference(run.config, run.dataset, run.sampler, Path(checkpoints), initial, STEPS)
 

@@ -170,7 +170,8 @@ def on_rank(case: Case, groups: LayerGroups) -> RankResult:
     for batch in case.batches():
         start, stop = even_part(case.media, groups.tensor)
         batch.feature_positions = batch.placeholder_positions[start:stop]
-        batch.features = batch.features[start:stop].to(case.dtype).requires_grad_()
+        features = batch.features[start:stop].to(case.dtype).requires_grad_()
+        batch.features = features if start < stop else None  # as the engine hands them over
         for module in distinct:
             module.eval()
         with torch.no_grad():
@@ -180,7 +181,7 @@ def on_rank(case: Case, groups: LayerGroups) -> RankResult:
         losses = forward(definitions, modules, batch)
         losses.sum().backward()
         result.losses.append(losses.detach())
-        result.features.append(batch.features.grad)
+        result.features.append(features.grad if start < stop else features.detach())
     result.held = held_on_rank(distinct, groups)
     untrained = list(dict.fromkeys(build(definitions)))
     for module in untrained:

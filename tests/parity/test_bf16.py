@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from parity.test_layouts import config_for, layout
+from parity.test_zero import OFFLOAD, OFFLOAD_WEIGHTS, ZERO_3
 from ranks import run_ranks
 from worker import merge_weights, train_and_collect
 
@@ -27,7 +28,12 @@ ROUNDING = 2.0**-9
 BF16 = "bf16.enabled=true"
 ONE = (1, layout(1, "colocated", 2, BF16))
 SPLIT = (2, layout(2, "colocated", 3, BF16))
+SHARDED = (2, layout(1, "colocated", 2, BF16, *ZERO_3))
 MORE = [
+    (2, layout(1, "colocated", 2, BF16, "zero_optimization.stage=2")),
+    (2, layout(1, "colocated", 2, BF16, "zero_optimization.stage=2", OFFLOAD)),
+    (2, layout(2, "colocated", 2, BF16, OFFLOAD)),
+    (2, layout(1, "colocated", 2, BF16, *ZERO_3, OFFLOAD, OFFLOAD_WEIGHTS)),
     (2, layout(2, "colocated", 1, BF16)),
     (2, layout(1, "colocated", 2, BF16)),
     (4, layout(2, "first_stage", 2, BF16)),
@@ -67,8 +73,9 @@ def test_bf16_is_near_fp32() -> None:
     check(found, exact, share=1.0)
 
 
-def test_bf16_layouts_agree() -> None:
-    check(train(*SPLIT), train(*ONE), share=0.5)
+@pytest.mark.parametrize("found", [SPLIT, SHARDED], ids=["pipeline", "LLM ZeRO-3"])
+def test_bf16_layouts_agree(found: tuple[int, tuple[str, ...]]) -> None:
+    check(train(*found), train(*ONE), share=0.5)
 
 
 @pytest.mark.full

@@ -128,3 +128,17 @@ def test_float32_engines_have_no_precision_sections():
 def test_frozen_llm_has_no_optimizer_to_shard():
     config = resolve(validate(minimal(omni__llm__freeze=True)), 1, None)
     assert llm_engine_config(config, 1, 1)["zero_optimization"]["stage"] == 0
+
+
+def test_only_the_llm_is_offloaded():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    zero["offload_param"] = {"device": "cpu"}
+    config = resolve(validate(minimal(zero_optimization=zero)), 1, None)
+    llm = llm_engine_config(config, 1, 1)
+    assert llm["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    }
+    assert llm["zero_force_ds_cpu_optimizer"] is False
+    assert encoder_engine_config(config)["zero_optimization"] == {"stage": 2}

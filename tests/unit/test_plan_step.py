@@ -340,3 +340,15 @@ def test_simulation_agrees_with_the_schedule_and_counts_messages():
     assert slow.length > free.length
     assert max(free.peak_micro_batches.values()) <= 4
     assert "activations" in free.idle[3]
+
+
+def test_reorder_groups_keep_their_samples():
+    plan = plan_of(2, 4, group_size=2)
+    samples = random_samples(plan, 40, 6)
+    step = build_step(plan, 0, samples)
+    validate_step(plan, step)
+    for group, rows in ((0, range(20)), (1, range(20, 40))):
+        replicas = step.replicas[2 * group : 2 * group + 2]
+        assert sorted(s.row for r in replicas for mb in r.micro_batches for s in mb.samples) == list(rows)
+    with pytest.raises(UserError, match=r"group_size 3 .* 4 .* 2 or 4"):
+        plan_of(2, 4, group_size=3)
