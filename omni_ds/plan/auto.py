@@ -37,10 +37,6 @@ class Degrees:
     sequence: int | None = None
     expert: int | None = None
 
-    @property
-    def fixed(self) -> bool:
-        return None not in (self.pipe, self.tensor, self.sequence, self.expert)
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -176,7 +172,7 @@ def legal_meshes(
             left = world_size // (pipe * tensor)
             for sequence in _degrees(asked.sequence, left, max(1, llm.heads // tensor)):
                 data = left // sequence
-                if data > samples and not asked.fixed:
+                if data > samples or data % (options.group_size or 1):
                     continue
                 for expert in _degrees(asked.expert, left, llm.experts or 1):
                     if expert == 1 or (llm.experts and llm.experts % expert == 0):
@@ -199,7 +195,7 @@ def _none_legal(world_size: int, asked: Degrees) -> str:
     }
     named = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
     return (
-        f'no layout of {world_size} processes is possible with {named or "all degrees auto"}; set more of '
+        f"no layout of {world_size} processes is possible with {named or 'all degrees auto'}; set more of "
         'these to "auto", raise train_batch_size to at least the number of replicas, or start another number '
         "of processes"
     )
@@ -208,8 +204,8 @@ def _none_legal(world_size: int, asked: Degrees) -> str:
 def _none_fits(closest: Candidate, hardware: Hardware) -> str:
     mesh = closest.mesh
     return (
-        f"no layout of {mesh.world_size} ranks fits {_usable(hardware) / GIB:.1f} GiB ({100 - RESERVE} % of a "
-        f"device's {hardware.memory / GIB:.1f}); the closest, pipeline.stages {mesh.pipe}, "
+        f"no layout of {mesh.world_size} ranks fits {_usable(hardware) / GIB:.1f} GiB ({100 - RESERVE} % of "
+        f"a device's {hardware.memory / GIB:.1f}); the closest, pipeline.stages {mesh.pipe}, "
         f"tensor_parallel.autotp_size {mesh.tensor}, sequence_parallel_size {mesh.sequence}, "
         f"expert_parallel.autoep_size {mesh.expert}, needs {closest.memory.peak / GIB:.1f} GiB: start more "
         "processes, lower omni.data.max_tokens_per_micro_batch, set pipeline.activation_checkpoint_interval "

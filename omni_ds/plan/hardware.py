@@ -28,8 +28,8 @@ class Hardware:
     def __str__(self) -> str:
         memory = "no memory limit" if self.memory is None else f"{self.memory / GIB:.0f} GiB"
         return (
-            f"{self.name}: {memory}, {self.peak_flops / TERA:g} TFLOP/s, {self.intra_bytes / GIGA:g} GB/s in a "
-            f"node of {self.per_node}, {self.inter_bytes / GIGA:g} GB/s between nodes"
+            f"{self.name}: {memory}, {self.peak_flops / TERA:g} TFLOP/s, {self.intra_bytes / GIGA:g} GB/s in "
+            f"a node of {self.per_node}, {self.inter_bytes / GIGA:g} GB/s between nodes"
         )
 
 

@@ -52,6 +52,10 @@ class Numerics:
         return 2 if self.bf16 else 4
 
 
+BF16 = Numerics()
+FP32 = Numerics(bf16=False)
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes of some parameters on one rank.
