@@ -11,7 +11,8 @@ A trained parameter on P parameters of a rank, D ranks in its ZeRO group. What D
 | more while gradients are reduced | 6 of each of at most 5e8 elements | two buckets, 4 P / D copied |
 | more while the optimizer steps | | 8 P / D gradients, 4 P fewer |
 
-torch's AdamW that is not fused (on CPU) needs another 8 P / D in the step. ZeRO-2 splits the sums of
+torch's AdamW that is not fused (on CPU) needs another 8 P / D in the step, of one flat tensor; without
+sharding (ZeRO-0) it goes parameter by parameter. ZeRO-2 splits the sums of
 gradients too and ZeRO-3 the weights; both then reduce through buckets during the backward pass. Offloading
 moves masters and moments (and the sums), or ZeRO-3's weights, to the host.
 
@@ -127,7 +128,7 @@ def states(
         stepping = 8 * owned - gradients + temporary
     else:
         sums, gradients, working = 0, 4 * parameters, 0
-        reducing, stepping = 4 * min(parameters, _ALL_REDUCE), temporary
+        reducing, stepping = 4 * min(parameters, _ALL_REDUCE), 0
     offloaded = optimizer if numerics.offload_optimizer else 0
     return States(
         weights=weights,

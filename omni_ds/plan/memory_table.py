@@ -12,8 +12,8 @@ def memory_table(plan: Plan, load: Load, numerics: Numerics) -> str:
     """Parameters and GiB of a rank of each stage."""
     precision = "bf16" if numerics.bf16 else "fp32"
     lines = [
-        f"Memory of a rank in {precision}, ZeRO-{plan.options.llm_zero_stage}: parameters, and GiB predicted;",
-        "the peak is in forward and backward passes, in the reduction of gradients or in the optimizer's step",
+        f"Memory of a rank in {precision}, ZeRO-{plan.options.llm_zero_stage}: parameters and predicted GiB;",
+        "the peak is in forward and backward passes, the reduction of gradients or the optimizer's step",
         f"  {'stage':>5}  {'LLM':>15}  {'encoders':>15}  {'weights':>8}  {'gradients':>9}  {'optimizer':>9}  "
         f"{'activations':>11}  {'peak':>8}" + ("  on the host" if _offloads(numerics) else ""),
     ]
