@@ -32,8 +32,8 @@ def settle_degrees(
     if None not in asked.values() or hardware.memory is None:
         return config, None
     composition = composition or read_composition(config, processors=False)
-    on_gpu = device.memory is not None or config.omni.hardware.device_memory_gib != "auto"
-    resolved = resolve(with_degrees(config, dict.fromkeys(DEGREES, 1)), 1, None, has_cuda=on_gpu)
+    gpu = on_gpu(config, device)
+    resolved = resolve(with_degrees(config, dict.fromkeys(DEGREES, 1)), 1, None, has_cuda=gpu)
     options = plan_options(resolved, composition)
     alone = build_plan(composition.llm, composition.encoders, Mesh(1, 1), replace(options, group_size=None))
     samples = example_samples(alone, config.train_batch_size, config.omni.data.max_length)
@@ -45,12 +45,17 @@ def settle_degrees(
         world_size,
         Degrees(pipe, tensor, sequence, expert),
         hardware,
-        numerics_of(resolved, fused=on_gpu),
+        numerics_of(resolved, fused=gpu),
         samples,
     )
     mesh = choice.mesh
     found = dict(zip(DEGREES, (mesh.pipe, mesh.tensor, mesh.sequence, mesh.expert), strict=True))
     return with_degrees(config, found), choice
+
+
+def on_gpu(config: Config, device: Device) -> bool:
+    """Whether a plan is for a GPU: one is here, or its memory is given."""
+    return device.memory is not None or config.omni.hardware.device_memory_gib != "auto"
 
 
 def numerics_of(config: Config, *, fused: bool) -> Numerics:

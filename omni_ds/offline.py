@@ -21,7 +21,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
     plan.json, in ``--out`` or else in omni.output_dir.
     """
     from omni_ds.engine.environment import found_device
-    from omni_ds.layout import numerics_of, settle_degrees
+    from omni_ds.layout import numerics_of, on_gpu, settle_degrees
     from omni_ds.plan.build import build_step
     from omni_ds.plan.example import example_samples, mixes_of
     from omni_ds.plan.render import format_plan
@@ -32,7 +32,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
     composition = read_composition(config, processors=False)
     device = found_device()
     config, choice = settle_degrees(config, world, device, composition)
-    config = resolve(config, world, None, has_cuda=device.memory is not None)
+    config = resolve(config, world, None, has_cuda=on_gpu(config, device))
     plan = plan_of(config, composition, world)
     if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
         examples = example_samples(plan, config.train_batch_size, config.omni.data.max_length)
@@ -45,7 +45,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
     }
     if choice is not None:
         print(f"{choice}\n")
-    print(format_plan(plan, steps["example"], numerics_of(config, fused=device.memory is not None)))
+    print(format_plan(plan, steps["example"], numerics_of(config, fused=on_gpu(config, device))))
     _write_pictures(plan, steps, Path(arguments.out or config.omni.output_dir))
     return 0
 

@@ -67,7 +67,7 @@ class Choice:
     def __str__(self) -> str:
         """The best few layouts, and the fastest of those that do not fit."""
         usable = _usable(self.hardware)
-        limit = "" if usable is None else f", {usable / GIB:.1f} GiB of it to be used"
+        limit = "" if usable is None else f", {usable / GIB:.4g} GiB of it to be used"
         lines = [
             f"layout chosen for {self.hardware}{limit}",
             f"  {'pipeline':>8}  {'data':>5}  {'sequence':>8}  {'tensor':>6}  {'expert':>6}  {'GiB':>8}  "
@@ -86,7 +86,7 @@ def _row(candidate: Candidate) -> str:
     mesh = candidate.mesh
     return (
         f"  {mesh.pipe:>8}  {mesh.data:>5}  {mesh.sequence:>8}  {mesh.tensor:>6}  {mesh.expert:>6}  "
-        f"{candidate.memory.peak / GIB:>8.2f}  {candidate.time.total / 10**9:>9.3f}"
+        f"{candidate.memory.peak / GIB:>8.2f}  {candidate.time.total / 10**9:>9.3g}"
     )
 
 
@@ -204,10 +204,10 @@ def _none_legal(world_size: int, asked: Degrees) -> str:
 def _none_fits(closest: Candidate, hardware: Hardware) -> str:
     mesh = closest.mesh
     return (
-        f"no layout of {mesh.world_size} ranks fits {_usable(hardware) / GIB:.1f} GiB ({100 - RESERVE} % of "
-        f"a device's {hardware.memory / GIB:.1f}); the closest, pipeline.stages {mesh.pipe}, "
+        f"no layout of {mesh.world_size} ranks fits {_usable(hardware) / GIB:.3g} GiB ({100 - RESERVE} % of "
+        f"a device's {hardware.memory / GIB:.3g}); the closest, pipeline.stages {mesh.pipe}, "
         f"tensor_parallel.autotp_size {mesh.tensor}, sequence_parallel_size {mesh.sequence}, "
-        f"expert_parallel.autoep_size {mesh.expert}, needs {closest.memory.peak / GIB:.1f} GiB: start more "
+        f"expert_parallel.autoep_size {mesh.expert}, needs {closest.memory.peak / GIB:.3g} GiB: start more "
         "processes, lower omni.data.max_tokens_per_micro_batch, set pipeline.activation_checkpoint_interval "
         "to 1, or shard or offload more (zero_optimization)"
     )

@@ -26,7 +26,7 @@ class Hardware:
     per_node: int
 
     def __str__(self) -> str:
-        memory = "no memory limit" if self.memory is None else f"{self.memory / GIB:.0f} GiB"
+        memory = "no memory limit" if self.memory is None else f"{self.memory / GIB:.3g} GiB"
         return (
             f"{self.name}: {memory}, {self.peak_flops / TERA:g} TFLOP/s, {self.intra_bytes / GIGA:g} GB/s in "
             f"a node of {self.per_node}, {self.inter_bytes / GIGA:g} GB/s between nodes"

@@ -76,9 +76,12 @@ class States:
     host: int = 0
 
     def __add__(self, other: States) -> States:
-        """Both; one is stepped, and goes backward, after the other."""
+        """Both; one goes backward, is reduced and stepped after the other."""
         both = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
-        one = {name: max(getattr(self, name), getattr(other, name)) for name in ("stepping", "working")}
+        one = {
+            name: max(getattr(self, name), getattr(other, name))
+            for name in ("reducing", "stepping", "working")
+        }
         return States(**both | one)
 
 
