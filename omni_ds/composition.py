@@ -82,12 +82,18 @@ def plan_of(
         samples: typical ones; what encoders do for them counts where layers are cut ``with_encoders``.
 
     Raises:
-        UserError: degrees that do not divide, or more stages than layers.
+        UserError: degrees that do not divide, or that the LLM cannot be cut by.
     """
+    options = plan_options(config, composition, samples)
+    return build_plan(composition.llm, composition.encoders, mesh_of(config, world_size), options)
+
+
+def plan_options(config: Config, composition: Composition, samples: Sequence[SampleMeta] = ()) -> PlanOptions:
+    """What a configuration says about the plan beside its degrees; ``samples`` as in :func:`plan_of`."""
     work = 0
     if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
         work = encoder_work_per_token(composition.encoders, samples, recomputes(config))
-    options = PlanOptions(
+    return PlanOptions(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
         llm_zero_stage=0 if config.omni.llm.freeze else config.zero_optimization.stage,
@@ -101,7 +107,6 @@ def plan_of(
         encoder_recompute=recomputes(config),
         first_stage_work=work,
     )
-    return build_plan(composition.llm, composition.encoders, mesh_of(config, world_size), options)
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:

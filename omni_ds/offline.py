@@ -20,6 +20,8 @@ def print_plan(arguments: argparse.Namespace) -> int:
     The same step and, beside it, those of other mixes of modalities are drawn into plan.png and written to
     plan.json, in ``--out`` or else in omni.output_dir.
     """
+    from omni_ds.engine.environment import found_device
+    from omni_ds.layout import numerics_of, on_gpu, settle_degrees
     from omni_ds.plan.build import build_step
     from omni_ds.plan.example import example_samples, mixes_of
     from omni_ds.plan.render import format_plan
@@ -27,8 +29,10 @@ def print_plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.deepspeed_config, arguments.set)
     stages = config.pipeline.stages
     world = arguments.world_size or (1 if stages == "auto" else stages)
-    config = resolve(config, world, None)
     composition = read_composition(config, processors=False)
+    device = found_device()
+    config, choice = settle_degrees(config, world, device, composition)
+    config = resolve(config, world, None, has_cuda=on_gpu(config, device))
     plan = plan_of(config, composition, world)
     if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
         examples = example_samples(plan, config.train_batch_size, config.omni.data.max_length)
@@ -39,7 +43,9 @@ def print_plan(arguments: argparse.Namespace) -> int:
         )
         for mix in mixes_of(plan)
     }
-    print(format_plan(plan, steps["example"]))
+    if choice is not None:
+        print(f"{choice}\n")
+    print(format_plan(plan, steps["example"], numerics_of(config, fused=on_gpu(config, device))))
     _write_pictures(plan, steps, Path(arguments.out or config.omni.output_dir))
     return 0
 

@@ -5,6 +5,7 @@ Imports neither torch nor transformers, so that a wrong key is reported at once.
 
 from omni_ds.config.data import DataConfig, EvalConfig, EvalSet, SourceConfig
 from omni_ds.config.engines import encoder_engine_config, llm_engine_config, monitor_config
+from omni_ds.config.hardware import HardwareConfig
 from omni_ds.config.load import apply_overrides, load_config, parse_config, validate
 from omni_ds.config.omni import (
     Balance,
@@ -38,6 +39,7 @@ __all__ = [
     "EvalConfig",
     "EvalSet",
     "ExportConfig",
+    "HardwareConfig",
     "LLMConfig",
     "ModelConfig",
     "OmniConfig",

@@ -103,7 +103,7 @@ class Pipeline(Section):
     """The LLM's pipeline."""
 
     stages: Auto | PositiveInt = "auto"
-    """Number of pipeline stages; auto: 1."""
+    """Number of pipeline stages; auto: chosen to fit."""
     activation_checkpoint_interval: NonNegativeInt = 0
     """1: recompute activations of every layer, of LLM and encoders, in the backward pass; 0: keep them.
     k > 1: keep the input of every k-th layer of the LLM in a stage and recompute k layers at once; encoders

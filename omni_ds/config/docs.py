@@ -38,7 +38,7 @@ own rate.
 
 | key | value |
 |---|---|
-| `pipeline.stages` "auto" | 1 |
+| parallel degrees "auto" | the fastest layout that fits (docs/layouts.md); 1 on a CPU |
 | `scheduler.params.total_num_steps` "auto" or left out | the number of steps of the run |
 | `scheduler.params.warmup_num_steps` "auto" | 3 % of the steps of the run, at least 1 |
 | `omni.train.num_train_epochs` | `max_steps` = epochs x usable samples / `train_batch_size`, rounded up |

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from omni_ds.config.base import Auto, PositiveFloat, PositiveInt, Section
 from omni_ds.config.data import DataConfig, EvalConfig
+from omni_ds.config.hardware import HardwareConfig
 from omni_ds.config.parts import EncoderConfig, LLMConfig, ModelConfig
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -91,6 +92,8 @@ class OmniConfig(Section):
     """How the encoders are spread over the ranks."""
     balance: Balance = Balance()
     """How samples and media are dealt to the ranks."""
+    hardware: HardwareConfig = HardwareConfig()
+    """What the ranks run on: what `auto` degrees are chosen for."""
     data: DataConfig
     """The training samples."""
     train: TrainConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -15,21 +16,53 @@ _WARMUP_SHARE = Fraction(3, 100)
 _NEEDS_TOTAL = ("WarmupDecayLR", "WarmupCosineLR")
 
 
+DEGREES = (
+    "pipeline.stages",
+    "tensor_parallel.autotp_size",
+    "sequence_parallel_size",
+    "expert_parallel.autoep_size",
+)
+
+
+def asked_degrees(config: Config) -> dict[str, int | None]:
+    """The parallel degrees that the configuration asks for, by key; None: "auto"."""
+    given = (
+        config.pipeline.stages,
+        config.tensor_parallel.autotp_size or 1,
+        config.sequence_parallel_size,
+        1 if config.expert_parallel.enabled is False else config.expert_parallel.autoep_size,
+    )
+    return {key: None if value == "auto" else value for key, value in zip(DEGREES, given, strict=True)}
+
+
+def with_degrees(config: Config, degrees: Mapping[str, int]) -> Config:
+    """The configuration with these numbers in the place of "auto" degrees."""
+    values = config.to_dict()
+    for key, asked in asked_degrees(config).items():
+        if asked is None:
+            *path, last = key.split(".")
+            section = values
+            for name in path:
+                section = section[name]
+            section[last] = degrees[key]
+    return Config.model_validate(values)
+
+
 def resolve(config: Config, world_size: int, dataset_rows: int | None, *, has_cuda: bool = False) -> Config:
     """The configuration without "auto", for `world_size` processes.
 
     `dataset_rows`: usable training samples, which `num_train_epochs` is counted in; the result has
     `max_steps` only. None leaves a run counted in epochs, and its schedule, open (`--plan` needs no data).
-    `has_cuda`: there is a GPU, so that bf16 "auto" means true.
+    `has_cuda`: there is a GPU, so that bf16 "auto" means true. Degrees that nothing has chosen
+    (omni_ds.layout) are 1.
     UserError when the degrees do not divide the processes, or a monitor's package is missing.
     """
     assert world_size >= 1
-    stages = 1 if config.pipeline.stages == "auto" else config.pipeline.stages
-    _check_world(config, stages, world_size)
+    config = with_degrees(config, dict.fromkeys(DEGREES, 1))
+    _check_world(config, world_size)
     _check_monitors(config)
     steps = total_steps(config, dataset_rows)
     values = config.to_dict()
-    values["pipeline"]["stages"] = stages
     if config.activation_checkpointing is not None and config.pipeline.activation_checkpoint_interval == 0:
         values["pipeline"]["activation_checkpoint_interval"] = 1
     if config.gradient_accumulation_steps == "auto":
@@ -81,8 +114,8 @@ def _schedule(kind: str, params: dict[str, Any], steps: int) -> dict[str, Any]:
     return resolved
 
 
-def _check_world(config: Config, stages: int, world_size: int) -> None:
-    tensor, sequence = max(1, config.tensor_parallel.autotp_size), config.sequence_parallel_size
+def _check_world(config: Config, world_size: int) -> None:
+    stages, tensor, sequence, _ = asked_degrees(config).values()
     lane = sequence * tensor
     if world_size % (stages * lane) == 0:
         _check_experts(config.expert_parallel.degree, world_size // (stages * tensor))

@@ -7,6 +7,7 @@ import warnings
 from datetime import timedelta
 
 from omni_ds.errors import UserError
+from omni_ds.plan.hardware import Device
 
 # How long a rank waits for the others before it gives up and says so.
 TIMEOUT = timedelta(minutes=float(os.environ.get("OMNI_DS_TIMEOUT_MINUTES", "30")))
@@ -77,6 +78,26 @@ def start_distributed() -> None:
             f"{where} is in use by another program; choose another port: deepspeed --master_port N, "
             "torchrun --master_port N"
         ) from None
+
+
+def found_device() -> Device:
+    """What this process runs on."""
+    import torch
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    if not torch.cuda.is_available():
+        return Device(on_node=local)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Device(properties.name, properties.total_memory, local)
+
+
+def smallest_device() -> Device:
+    """That of the rank with least memory, the same on every rank; collective over the world."""
+    import torch.distributed as dist
+
+    devices: list[Device] = [Device()] * dist.get_world_size()
+    dist.all_gather_object(devices, found_device())
+    return min(devices, key=lambda d: (d.memory or 0, d.name, d.on_node))
 
 
 def prepare_imports() -> None:

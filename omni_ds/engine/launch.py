@@ -31,8 +31,10 @@ from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
 from omni_ds.errors import UserError, writing
+from omni_ds.layout import numerics_of, settle_degrees
 from omni_ds.parallel.agreement import AgreedError, all_or_error, broadcast_from_rank_0, same_everywhere
 from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.plan.auto import Choice
 from omni_ds.plan.build import Plan
 from omni_ds.plan.sample import SampleMeta
 
@@ -63,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a run is made of, on this rank; ``config`` is resolved."""
+    """Everything a run is made of, on this rank; ``config`` is resolved; ``choice``: why these degrees."""
 
     config: Config
     composition: Composition
@@ -72,6 +74,7 @@ class Run:
     sampler: GlobalBatchSampler
     plan: Plan
     runtime: Runtime
+    choice: Choice | None = None
 
     def timing(self) -> Timing | None:
         """Measured times, where they can move anything."""
@@ -118,17 +121,20 @@ def assemble(config: Config) -> Run:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     has_cuda = torch.cuda.is_available()
+    device = environment.smallest_device()
+    config, choice = same_everywhere(lambda: settle_degrees(config, world, device))
     config = same_everywhere(lambda: resolve(config, world, None, has_cuda=has_cuda))
     groups = ProcessGroups.create(mesh_of(config, world), environment.TIMEOUT)
     broadcast_from_rank_0(lambda: _prepare_output(Path(config.omni.output_dir)), groups.control)
     composition = all_or_error(lambda: read_composition(config), groups.control)
+    same_everywhere(lambda: plan_of(config, composition, world))  # degrees that cannot work, before the data
     dataset = _open(config.omni.data.train, config, composition, groups, rolling=True)
     held_out = {
         name: _open([each], config, composition, groups) for name, each in config.omni.eval.sets.items()
     }
     config, sampler, plan = same_everywhere(lambda: _decide(config, composition, dataset, world, has_cuda))
     runtime = build_runtime(config, composition, plan, groups, rank, stage_device(_local_rank()))
-    return Run(config, composition, dataset, held_out, sampler, plan, runtime)
+    return Run(config, composition, dataset, held_out, sampler, plan, runtime, choice)
 
 
 def _decide(
@@ -173,7 +179,8 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     for text in (
         describe_parts(config, runtime),
         run.composition.text.describe(run.composition.embedding_rows),
-        describe_plan(run.plan),
+        "" if run.choice is None else str(run.choice),
+        describe_plan(run.plan, numerics_of(config, fused=runtime.device.type == "cuda")),
         describe_attention(runtime),
         describe_data(run.dataset, run.held_out),
     ):

@@ -8,6 +8,8 @@ from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr
 from omni_ds.engine.runtime import Runtime
 from omni_ds.plan.build import Plan
+from omni_ds.plan.memory import Numerics
+from omni_ds.plan.memory_table import memory_line
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -49,15 +51,18 @@ def describe_attention(runtime: Runtime) -> str:
     return "attention: " + describe_backend(runtime.device, runtime.llm.dtype, head_dim)
 
 
-def describe_plan(plan: Plan) -> str:
-    """Mesh, stages and encoder placement in two lines."""
+def describe_plan(plan: Plan, numerics: Numerics) -> str:
+    """Mesh, stages, encoder placement and predicted memory in a line each."""
     mesh = plan.mesh
     degrees = f"pipeline {mesh.pipe} x data {mesh.data} x sequence {mesh.sequence} x tensor {mesh.tensor}"
+    if mesh.expert > 1:
+        degrees += f", experts over {mesh.expert} of data x sequence"
     stages = ", ".join(f"{start}-{stop - 1}" for start, stop in plan.stages)
     names = ", ".join(meta.name for meta in plan.encoders) or "none"
     return (
         f"{mesh.world_size} ranks: {degrees}; decoder layers by stage: {stages}\n"
-        f"encoders: {names}; placement {plan.options.placement}, ZeRO-{plan.options.encoder_zero_stage}"
+        f"encoders: {names}; placement {plan.options.placement}, ZeRO-{plan.options.encoder_zero_stage}\n"
+        + memory_line(plan, numerics)
     )
 
 

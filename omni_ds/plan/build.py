@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_meta import EncoderMeta
-from omni_ds.plan.llm_meta import LLMMeta
+from omni_ds.plan.llm_meta import LLMMeta, check_expert_degree
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.partition import cut_stages
 from omni_ds.plan.plan import Plan, PlanOptions, ReplicaPlan, StepPlan
 from omni_ds.plan.step import build_step
+from omni_ds.plan.tensor_rules import check_tensor_degree
 
 __all__ = ["Plan", "PlanOptions", "ReplicaPlan", "StepPlan", "build_plan", "build_step", "stage_ranges"]
 
@@ -18,7 +19,7 @@ PLACEMENTS = ("colocated", "first_stage")
 def build_plan(llm: LLMMeta, encoders: tuple[EncoderMeta, ...], mesh: Mesh, options: PlanOptions) -> Plan:
     """The static plan: layers cut into stages by cost, embedding and head counted.
 
-    UserError: more stages than layers, an unknown placement or stage, or nothing to train.
+    UserError: degrees that the LLM cannot be cut by, an unknown placement or stage, or nothing to train.
     """
     if options.placement not in PLACEMENTS:
         raise UserError(
@@ -39,6 +40,8 @@ def build_plan(llm: LLMMeta, encoders: tuple[EncoderMeta, ...], mesh: Mesh, opti
             f"pipeline.stages {mesh.pipe}: the LLM has {llm.layers} decoder layers and every stage needs "
             f"one; use at most {llm.layers}"
         )
+    check_tensor_degree(llm, mesh.tensor)
+    check_expert_degree(llm.experts, mesh.expert)
     if not llm.trainable and not any(meta.trainable for meta in encoders):
         raise UserError("nothing to train: the LLM and every encoder and projector are frozen; unfreeze one")
     return Plan(mesh, llm, tuple(encoders), options, stage_ranges(llm, mesh.pipe, options))

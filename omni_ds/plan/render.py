@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omni_ds.plan.actions import Action, Kind
-from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters
+from omni_ds.plan.activations import Load
+from omni_ds.plan.memory import BF16, Numerics
+from omni_ds.plan.memory_table import memory_table
 
 if TYPE_CHECKING:
     from omni_ds.plan.fill import Schedule
     from omni_ds.plan.plan import Plan, StepPlan
 
 LINE = 160
-GIB = 1 << 30
 _SHORT = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w", Kind.EF: "e", Kind.EB: "E"}
 
 
@@ -89,7 +90,7 @@ def time_grid(schedule: Schedule, labels: Sequence[str], *, cell: int = 5) -> st
     return "\n\n".join(blocks)
 
 
-def format_plan(plan: Plan, step_plan: StepPlan) -> str:
+def format_plan(plan: Plan, step_plan: StepPlan, numerics: Numerics = BF16) -> str:
     """What `--plan` prints: mesh, placement, memory by stage, and one step of the first replica."""
     mesh, replica = plan.mesh, step_plan.replicas[0]
     schedule = replica.schedule
@@ -104,7 +105,7 @@ def format_plan(plan: Plan, step_plan: StepPlan) -> str:
         f"x tensor {mesh.tensor}",
         "\n".join(f"  replica {d}: ranks {_ranks(group)}" for d, group in enumerate(mesh.encoder_groups())),
         _placement(plan),
-        _memory(plan),
+        memory_table(plan, Load.of(step_plan), numerics),
         _step(plan, step_plan),
         "One step of replica 0, compute to scale (F, B: micro-batch; EF, EB: encoder window; '.': idle)",
         time_grid(schedule, labels),
@@ -137,20 +138,6 @@ def _placement(plan: Plan) -> str:
         lines.append(
             f"  encoder {meta.name} ({meta.model_type}): {where}, ZeRO-{plan.options.encoder_zero_stage} "
             f"over {shared}, trains {' and '.join(trains) or 'nothing'}"
-        )
-    return "\n".join(lines)
-
-
-def _memory(plan: Plan) -> str:
-    lines = [
-        "Parameters, and GiB of weights, gradients and optimizer state a rank (without activations)",
-        f"  {'stage':>5}  {'LLM':>15}  {'encoders':>15}  {'bf16':>8}  {'fp32':>8}",
-    ]
-    for s in range(plan.mesh.pipe):
-        encoders = sum(encoder_parameters(plan, s))
-        lines.append(
-            f"  {s:>5}  {stage_parameters(plan, s):>15,}  {encoders:>15,}  "
-            f"{rank_bytes(plan, s, BF16) / GIB:>8.3f}  {rank_bytes(plan, s, FP32) / GIB:>8.3f}"
         )
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from omni_ds.composition import Composition
 from omni_ds.config import (
     encoder_engine_config,
     epoch_steps,
@@ -11,8 +12,12 @@ from omni_ds.config import (
     total_steps,
     validate,
 )
+from omni_ds.config.resolve import DEGREES, asked_degrees, with_degrees
 from omni_ds.errors import UserError
+from omni_ds.layout import settle_degrees
+from omni_ds.plan.hardware import Device
 from tests.unit.config_helpers import minimal
+from tests.unit.plan_cases import llm
 
 
 def test_resolve_replaces_every_auto():
@@ -142,3 +147,38 @@ def test_only_the_llm_is_offloaded():
     }
     assert llm["zero_force_ds_cpu_optimizer"] is False
     assert encoder_engine_config(config)["zero_optimization"] == {"stage": 2}
+
+
+def _auto(**more):
+    return validate(
+        minimal(
+            pipeline__stages="auto",
+            tensor_parallel={"autotp_size": "auto"},
+            sequence_parallel_size="auto",
+            expert_parallel={"autoep_size": "auto"},
+            **more,
+        )
+    )
+
+
+def test_degrees_that_are_auto_take_the_numbers_found():
+    config = _auto()
+    assert set(asked_degrees(config).values()) == {None}
+    found = with_degrees(config, dict(zip(DEGREES, (2, 4, 1, 1), strict=True)))
+    assert tuple(asked_degrees(found).values()) == (2, 4, 1, 1)
+    assert tuple(asked_degrees(resolve(config, 8, None)).values()) == (1, 1, 1, 1)
+    assert with_degrees(found, dict.fromkeys(DEGREES, 8)) == found
+
+
+def test_degrees_are_one_where_no_memory_is_known_and_chosen_where_it_is():
+    model = llm(layers=8)
+    composition = Composition(None, 0, {}, model, ())
+    config = _auto()
+    assert settle_degrees(config, 4, Device(), composition) == (config, None)
+    device = Device("NVIDIA H200", 141 << 30, 4)
+    settled, choice = settle_degrees(config, 4, device, composition)
+    assert tuple(asked_degrees(settled).values()) == (1, 1, 1, 1) and choice.mesh.data == 4
+    given = validate(minimal(pipeline__stages=2))
+    assert settle_degrees(given, 4, device, composition) == (given, None)
+    with pytest.raises(UserError, match="no layout of 4 ranks fits"):
+        settle_degrees(_auto(omni__hardware={"device_memory_gib": 0.001}), 4, Device(), composition)

@@ -11,7 +11,6 @@ from omni_ds.plan.build import build_step
 from omni_ds.plan.capacity import Idle, share_targets, split
 from omni_ds.plan.fill import EncoderWork
 from omni_ds.plan.llm_meta import LLMMeta, check_expert_degree
-from omni_ds.plan.memory import BF16, FP32, encoder_parameters, rank_bytes, stage_parameters, state_bytes
 from omni_ds.plan.partition import karmarkar_karp
 from omni_ds.plan.render import format_plan
 from omni_ds.plan.schedule import joint
@@ -195,25 +194,6 @@ def test_sliding_window_attention_costs_a_band():
     pairs = sum(min(i + 1, 4) for i in range(100))
     band = meta.layer_flops((100,)) - 2 * meta.layer_matrices * 100
     assert abs(band - 4 * 32 * pairs) <= 4 * 32 * 100  # scores and values, up to the diagonal's half
-
-
-def test_memory_counts_18_and_16_bytes_split_by_zero():
-    assert state_bytes(100, True, 0, 4, BF16) == 1800 and state_bytes(100, True, 0, 4, FP32) == 1600
-    assert state_bytes(100, True, 1, 4, BF16) == 600 + 300
-    assert state_bytes(100, True, 2, 4, BF16) == 200 + 100 + 300
-    assert state_bytes(100, True, 3, 4, BF16) == 450
-    assert state_bytes(100, False, 2, 4, BF16) == 200
-    plan = plan_of(2, 2, towers=False)
-    assert (
-        sum(stage_parameters(plan, s) for s in (0, 1)) == plan.llm.parameters + plan.llm.embedding_parameters
-    )
-    trained, frozen = encoder_parameters(plan, 0)
-    assert trained == sum(m.projector_parameters for m in plan.encoders)
-    assert frozen == sum(m.tower_parameters for m in plan.encoders)
-    expected = (
-        stage_parameters(plan, 0) * 12 + trained * 2 + -(-trained * 4 // 4) + trained * 12 // 4 + frozen * 2
-    )
-    assert rank_bytes(plan, 0, BF16) == expected
 
 
 def test_printed_plan_names_everything():

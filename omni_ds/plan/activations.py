@@ -1,0 +1,178 @@
+"""Bytes of activations on a rank: what autograd keeps of live micro-batches and encoder windows.
+
+Counted by the tensors that HF's layers with our packed attention save for the backward pass, each once, of
+`element` bytes a number (RMSNorm works in fp32 whatever that is):
+
+- a norm: its input and output and the normalised input; in bf16 the first of these in fp32;
+- attention: queries, keys (before the rotation too where they are normalised), values, output, softmax
+  statistics; keys and values once a query head where the kernel does not share them;
+- the MLP: gate, its activation, up, their product; experts: the same for every slot, and the slots' input
+  and output.
+
+With recomputation the input of a layer is all that stays, and the layer that runs has all of it. The head's
+logits never exist whole: the fused cross-entropy holds a block as large as its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from omni_ds.plan.held import LayerShare
+from omni_ds.plan.llm_meta import LLMMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from omni_ds.plan.encoder_meta import EncoderMeta
+    from omni_ds.plan.plan import Plan, StepPlan
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step gives a replica to do.
+
+    micro_batches: how many; tokens, targets, features: of the largest one (whole sequence); encoders: name ->
+    (tokens, feature rows) of an average one.
+    """
+
+    micro_batches: int
+    tokens: int
+    targets: int
+    features: int = 0
+    encoders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: StepPlan) -> Load:
+        """Of a planned step; the most of any replica."""
+        batches = [mb for replica in step.replicas for mb in replica.micro_batches]
+        loads: dict[str, tuple[int, int]] = {}
+        for replica in step.replicas:
+            for name in replica.encoders:
+                items = [i for mb in replica.micro_batches for s in mb.samples for i in s.items]
+                mine = [item for item in items if item.encoder == name]
+                tokens = -(-sum(sum(item.segments) for item in mine) // step.micro_batches)
+                rows = -(-sum(item.rows for item in mine) // step.micro_batches)
+                before = loads.get(name, (0, 0))
+                loads[name] = (max(before[0], tokens), max(before[1], rows))
+        return cls(
+            micro_batches=step.micro_batches,
+            tokens=max((mb.tokens for mb in batches), default=0),
+            targets=max((mb.target_tokens for mb in batches), default=0),
+            features=max((sum(i.rows for s in mb.samples for i in s.items) for mb in batches), default=0),
+            encoders=loads,
+        )
+
+    def grown(self, tokens: int) -> Load:
+        """The same with a largest micro-batch of `tokens`, targets and features in proportion."""
+        if not self.tokens or tokens <= self.tokens:
+            return self
+        scaled = {
+            name: tuple(-(-count * tokens // self.tokens) for count in counts)
+            for name, counts in self.encoders.items()
+        }
+        return Load(
+            self.micro_batches,
+            tokens,
+            -(-self.targets * tokens // self.tokens),
+            -(-self.features * tokens // self.tokens),
+            scaled,
+        )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """saved: bytes kept for backward passes to come, when most are; live: micro-batches among them; working:
+    what the pass that runs adds; steady: forwards go on after the first backward."""
+
+    saved: int
+    working: int
+    live: int
+    steady: bool
+
+
+def norm_bytes(width: int, element: int) -> int:
+    """Of one RMSNorm, by token."""
+    return 3 * width * 4 if element == 4 else width * (4 + 2 * element)
+
+
+@lru_cache(maxsize=8192)
+def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: bool) -> int:
+    """What decoder layer `index` keeps of a token on a tensor rank."""
+    share = LayerShare.of(llm, tensor)
+    total = 2 * norm_bytes(llm.hidden, element)
+    if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
+        total += (share.query + share.key) * (8 if element == 4 else 4 + element)
+    # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor
+    kept = 2 * share.query + 2 * share.key if shares_kv else 5 * share.query
+    total += element * kept + 4 * share.heads
+    if index not in llm.moe_layers:
+        return total + 4 * element * share.inner
+    slot = 4 * llm.moe_intermediate + 2 * llm.hidden
+    return total + element * llm.experts_per_token * slot + 8 * llm.experts
+
+
+def head_bytes(llm: LLMMeta, element: int) -> int:
+    """What norm and head keep of a target; losses are a few numbers."""
+    return norm_bytes(llm.hidden, element) + 32
+
+
+def encoder_bytes(meta: EncoderMeta, element: int) -> tuple[int, int]:
+    """(of a token in the tower, of a feature row in the projector)."""
+    layer = 8 * meta.hidden + (4 if meta.mlp_matrices == 3 else 2) * meta.intermediate
+    tower = element * (meta.layers * layer + 2 * meta.hidden) if meta.tower_trainable else 0
+    rows = element * (meta.projector_in + 2 * meta.projector_hidden) if meta.trainable else 0
+    return tower, rows
+
+
+def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: bool) -> Activations:
+    """On a rank of `stage` under 1F1B: stage s holds at most stages - s micro-batches (base.one_f_one_b)."""
+    llm, mesh, recompute = plan.llm, plan.mesh, plan.options.recompute
+    tokens, targets = -(-load.tokens // mesh.sequence), -(-load.targets // mesh.sequence)
+    warm_up = mesh.pipe - stage
+    live = min(warm_up, load.micro_batches)
+    layers = [layer_bytes(llm, i, mesh.tensor, element, shares_kv) for i in range(*plan.stages[stage])]
+    ends = 2 * element * (llm.hidden + llm.head_dim)  # what came in and goes out; the rotation's tables
+    per_token = ends + (len(layers) * element * llm.hidden if recompute else sum(layers))
+    saved = live * tokens * per_token
+    working = _layer_working(llm, mesh.tensor, element) * tokens
+    if recompute:
+        working += max(layers) * tokens
+    vocabulary = -(-llm.vocab // mesh.tensor) * llm.hidden * element * llm.trainable
+    if stage == mesh.pipe - 1:
+        saved += live * targets * head_bytes(llm, element)
+        # an fp32 block of logits, its exponentials, the fp32 gradient of the input
+        working = max(working, targets * 12 * llm.hidden + vocabulary)
+    if stage == 0:
+        working = max(working, vocabulary)  # the embedding's gradient, before it is added
+        saved += live * load.features * llm.hidden * element
+    windows, running = _encoder_windows(plan, stage, load, element)
+    return Activations(saved + windows, max(working, running), live, load.micro_batches > warm_up)
+
+
+def _layer_working(llm: LLMMeta, tensor: int, element: int) -> int:
+    """Gradients of activations alive at once in a layer's backward, by token: those of the MLP."""
+    share = LayerShare.of(llm, tensor)
+    inner = max(share.inner, llm.experts_per_token * llm.moe_intermediate)
+    return element * (3 * inner + 2 * llm.hidden)
+
+
+def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[int, int]:
+    """(kept, of the running pass) bytes of encoders on a rank of this stage: its share of as many
+    micro-batches' media as the plan lets live, at most all of them."""
+    if plan.first_stage_only and stage > 0:
+        return 0, 0
+    mesh = plan.mesh
+    sharers = mesh.lanes * (1 if plan.first_stage_only else mesh.pipe)
+    live = min(plan.options.live_micro_batches or max(4, mesh.pipe), load.micro_batches)
+    kept = running = 0
+    for meta in plan.encoders:
+        tokens, rows = load.encoders.get(meta.name, (0, 0))
+        tower, row = encoder_bytes(meta, element)
+        whole = tokens * tower
+        if plan.options.encoder_recompute and tower:
+            whole = tokens * element * (meta.layers + 2) * meta.hidden
+            running = max(running, -(-tokens * tower // (meta.layers * sharers)))
+        kept += -(-live * (whole + rows * row) // sharers)
+    return kept, running
