@@ -64,7 +64,7 @@ def _layouts() -> tuple[Layout, ...]:
             name = f"dp{n} ZeRO-{zero}"
             found.append(Layout(f"dp{zero}", name, n, (f"zero_optimization.stage={zero}",)))
     found.append(Layout("-", "dp2 ZeRO-0", 2, ("zero_optimization.stage=0",)))
-    found.append(Layout("-", "one rank, recomputed", 1, ("pipeline.activation_checkpoint_interval=1",)))
+    found.append(Layout("-", "one rank recomputed", 1, ("pipeline.activation_checkpoint_interval=1",)))
     found.append(Layout("-", "pp2 tp2", 4, ("pipeline.stages=2", "tensor_parallel.autotp_size=2")))
     for n in (1, 2, 4):
         found.append(Layout("ep", f"dp4 ep{n}", 4, (f"expert_parallel.autoep_size={n}",), experts=True))

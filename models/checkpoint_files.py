@@ -13,6 +13,7 @@ from torch import Tensor
 from omni_ds.errors import UserError
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_MAPPED = 4 << 20  # bytes read from a file before it is opened anew: what was read stays mapped until then
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -26,6 +27,7 @@ class WeightSource:
     def __init__(self, path: str, where: str = "path"):
         self.path, self.where = path, where
         self._open: dict[Path, Any] = {}
+        self._pages: dict[Path, int] = {}
         self._file_of = self._find()
 
     def _find(self) -> dict[str, Path]:
@@ -78,7 +80,12 @@ class WeightSource:
         """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's "
         "dtype."""
         part = self._slice(name)
-        return part[tuple(index)] if index else part[...]
+        value = part[tuple(index)] if index else part[...]
+        file = self._file_of[name]
+        self._pages[file] = self._pages.get(file, 0) + value.nbytes
+        if self._pages[file] > _MAPPED:
+            del self._open[file], self._pages[file]
+        return value
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
