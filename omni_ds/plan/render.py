@@ -111,7 +111,7 @@ def format_plan(plan: Plan, step_plan: StepPlan, numerics: Numerics = BF16) -> s
         time_grid(schedule, labels),
         "One step of replica 0, every action in order (S, R: send, receive; "
         "F, B, X, G: activations, their gradients, features, their gradients)",
-        order_grid(replica.actions),
+        order_grid({rank: step_plan.actions(rank) for rank in replica.ranks}),
     ]
     return "\n\n".join(sections)
 

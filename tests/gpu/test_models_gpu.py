@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from models.attention import describe_backend, omni_attention, select_backend
 from models.encoders import build_encoder
+from models.init import init_module
 from models.llm import build_llm_layers
 from models.masks import MaskSpec, Packing
 from models.packed import StageState
@@ -66,6 +67,8 @@ def test_llm_layers(name: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**llm_config(name))
     modules = [definition.build() for definition in build_llm_layers(config)[:-1]]
+    for module in modules:  # fused experts come as they are in memory
+        init_module(module, module.hf_names(), seed=0, std=0.1)
     results = []
     for device in ("cpu", "cuda"):
         copies = [copy.deepcopy(module).to(device) for module in modules]
