@@ -65,28 +65,27 @@ def _root_up(numerator: int, denominator: int) -> int:
     return isqrt(-(-numerator // denominator) - 1) + 1
 
 
-def image_sizing(
-    where: str, encoder: Any, model_type: str, patch: int, max_patches: int | None = None
-) -> Sizing | None:
+def image_sizing(where: str, encoder: Any, geometry: Any, processor: Any = None) -> Sizing | None:
     """How an encoder's section of the configuration wants its images sized; None: all to one size.
 
-    model_type, patch: of its tower. max_patches: of its NaFlex processor. Without bounds a NaFlex tower's
-    images are sized as in its checkpoint. UserError when no whole number of blocks lies between the bounds.
+    geometry: of its tower (``model_type, patch, image``). processor: of HF; without bounds, a NaFlex one says
+    how many patches an image has (else: as many as the tower has positions). UserError when no whole number of
+    blocks lies between the bounds.
     """
     settings, projector = encoder.processor, encoder.projector
     factor = projector.factor if projector.reduction == "pixel_shuffle" else 1
-    block = patch * factor
+    block = geometry.patch * factor
     low, high = settings.min_pixels, settings.max_pixels
     if low is None and high is None:
-        if model_type != NAFLEX:
+        if geometry.model_type != NAFLEX:
             return None
-        blocks = None if max_patches is None else max_patches // factor**2
-        if blocks == 0:
+        patches = getattr(processor, "max_num_patches", (geometry.image // geometry.patch) ** 2)
+        if patches < factor**2:
             raise UserError(
-                f"{where}.projector.factor: {factor} x {factor} patches are more than the {max_patches} of an "
+                f"{where}.projector.factor: {factor} x {factor} patches are more than the {patches} of an "
                 "image; use a smaller factor, or set processor.max_pixels"
             )
-        return Sizing(block, max_blocks=blocks)
+        return Sizing(block, max_blocks=patches // factor**2)
     fewest, most = _blocks(low, high, block)
     if most is not None and most < fewest:
         least, bound = max(fewest, 1) * block**2, f" and min_pixels {low}" if low else ""
