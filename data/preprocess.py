@@ -49,8 +49,8 @@ class ImagePreprocess:
         self._crop = _sides(processor, "crop_size") if crops else {}
         if not self._crop and not {"height", "width"} <= set(self._size):
             raise UserError(
-                f"{where}: without processor.min_pixels and max_pixels a tower takes images of one size, but the "
-                f"processor's size is {self._size or 'not set'} and it does not crop; set one of the keys, or "
+                f"{where}: the processor's size is {self._size or 'not set'} and it does not crop, but without "
+                "processor.min_pixels and max_pixels a tower takes images of one size; set one of the keys, or "
                 "use a processor that resizes to height and width"
             )
 
@@ -126,8 +126,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """Preprocessing of one encoder.
 
     encoder: its section of the configuration. hf_config: of the tower, as a dict. The processor is the
-    checkpoint's; one without its own, or an inline config, gets a default: images resized to image_size (NaFlex:
-    to num_patches) with mean and deviation 0.5, audio Whisper's with num_mel_bins.
+    checkpoint's; one without its own, or an inline config, gets a default: images resized to image_size
+    (NaFlex: to num_patches) with mean and deviation 0.5, audio Whisper's with num_mel_bins.
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":

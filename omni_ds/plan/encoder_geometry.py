@@ -106,7 +106,7 @@ def _vit(where: str, encoder: Any, model_type: str, config: dict[str, Any]) -> G
     if model_type == NAFLEX:  # positions are a square of patches, whatever the size of an image
         image = patch * isqrt(config["num_patches"])
         if image**2 != config["num_patches"] * patch**2:
-            raise UserError(f"{where}: num_patches {config['num_patches']} is not the square of a whole number")
+            raise UserError(f"{where}: num_patches {config['num_patches']} is not a square number")
     else:
         image = _side(where, "image_size", config["image_size"])
     hidden, heads, channels = config["hidden_size"], config["num_attention_heads"], config["num_channels"]

@@ -39,7 +39,8 @@ def smart_size(
 
     The area is never more than ``max_pixels`` (at least one block). It is not less than ``min_pixels`` unless
     the multiples that keep the proportions leap over the range, which needs max_pixels < 4 * min_pixels.
-    Images so long that the shorter side would vanish keep one block of it and are as long as the bound allows.
+    An image so long that its shorter side would vanish keeps one block of it and at most the length that the
+    bound allows.
     """
     rows, columns = max(1, round(height / block)), max(1, round(width / block))
     lowest, highest = _blocks(min_pixels, max_pixels, block)
@@ -50,7 +51,7 @@ def smart_size(
     if highest is not None and rows * columns > highest:
         rows = max(1, isqrt(height * max_pixels // (width * block**2)))
         columns = max(1, isqrt(width * max_pixels // (height * block**2)))
-        rows, columns = min(rows, highest // min(columns, highest)), min(columns, highest // min(rows, highest))
+        rows, columns = min(rows, highest), min(columns, highest)  # only where the other one is 1
     return rows * block, columns * block
 
 
@@ -69,8 +70,8 @@ def image_sizing(where: str, encoder: Any, geometry: Any, processor: Any = None)
     """How an encoder's section of the configuration wants its images sized; None: all to one size.
 
     geometry: of its tower (``model_type, patch, image``). processor: of HF; without bounds, a NaFlex one says
-    how many patches an image has (else: as many as the tower has positions). UserError when no whole number of
-    blocks lies between the bounds.
+    how many patches an image has (else: as many as the tower has positions). UserError when no whole number
+    of blocks lies between the bounds.
     """
     settings, projector = encoder.processor, encoder.projector
     factor = projector.factor if projector.reduction == "pixel_shuffle" else 1
