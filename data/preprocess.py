@@ -49,9 +49,9 @@ class ImagePreprocess:
         self._crop = _sides(processor, "crop_size") if crops else {}
         if not self._crop and not {"height", "width"} <= set(self._size):
             raise UserError(
-                f"{where}: the processor's size is {self._size or 'not set'} and it does not crop, but without "
-                "processor.min_pixels and max_pixels a tower takes images of one size; set one of the keys, or "
-                "use a processor that resizes to height and width"
+                f"{where}: the processor's size is {self._size or 'not set'} and it does not crop, but "
+                "without processor.min_pixels and max_pixels a tower takes images of one size; set one of "
+                "the keys, or use a processor that resizes to height and width"
             )
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def frame_stack(hidden, factor):
 
 
 def naflex_inputs(pixels, grid, patch):
-    """Images of one size [n, 3, height, width] -> inputs of `Siglip2VisionModel`: flat patches, none padded."""
+    """Images of one size [n, 3, height, width] -> inputs of `Siglip2VisionModel`: flat patches."""
     n, channels = pixels.shape[:2]
     rows, columns = grid
     squares = pixels[..., : rows * patch, : columns * patch].reshape(n, channels, rows, patch, columns, patch)
