@@ -14,12 +14,12 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder, ItemSlice
+from models.encoders.resize import resize_grid
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
@@ -128,13 +128,12 @@ class VitEncoder(Encoder):
                 for rows, columns in grids
             }
         table = embeddings.position_embedding(embeddings.position_ids)[0]
-        native = table[self.meta.prefix :].view(1, side, side, -1).permute(0, 3, 1, 2)
+        native = table[self.meta.prefix :].view(side, side, -1)
         tables = {}
         for grid in grids:
             tables[grid] = table
             if grid != (side, side):
-                resized = F.interpolate(native, size=grid, mode="bicubic", align_corners=False)
-                tables[grid] = torch.cat([table[: self.meta.prefix], resized[0].flatten(1).T])
+                tables[grid] = torch.cat([table[: self.meta.prefix], resize_grid(native, grid)])
         return tables
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
