@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from models.encoders.resize import resize_grid
 from models.encoders.vit import VitEncoder
 
 
@@ -20,17 +20,13 @@ class NaflexEncoder(VitEncoder):
         return linear(rows.to(linear.weight.device, linear.weight.dtype))
 
     def _positions(self, grids: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
-        """Of each grid, [rows * columns, C], interpolated as HF does: bilinear, antialiased, also at the
-        native size."""
+        """Of each grid, [rows * columns, C], bilinear with antialiasing, as HF resizes them."""
         embedding, side = self.tower.embeddings.position_embedding, self.meta.image // self.meta.patch
         table = embedding(torch.arange(side * side, device=embedding.weight.device))
-        # contiguous: torch 2.13 on CPU resizes channels-last images to one column wrongly
-        native = table.view(1, side, side, -1).permute(0, 3, 1, 2).contiguous()
-        if native.device.type == "cpu":  # there is no antialiasing of bf16 on CPU
-            native = native.float()
+        native = table.view(side, side, -1)
         return {
-            grid: F.interpolate(native, size=grid, mode="bilinear", align_corners=False, antialias=True)[0]
-            .flatten(1)
-            .T.to(table.dtype)
+            grid: table
+            if grid == (side, side)
+            else resize_grid(native, grid, mode="bilinear", antialias=True)
             for grid in grids
         }

@@ -55,8 +55,10 @@ def prompts_of(reference: Reference) -> list[dict]:
             sizes = [native, native]
             if meta.family == "whisper":
                 sizes = [(31,), (2 * meta.positions + 17,)]
-            elif reference.case.name in ("both", "dino", "naflex"):
+            elif reference.case.name in ("both", "dino"):
                 sizes = [native, (14, 42)]
+            elif reference.case.name == "naflex":
+                sizes = [(14, 42), (42, 7)]
             for size in sizes[-number:]:
                 channels = meta.channels if meta.family == "vit" else meta.mels
                 media.setdefault(name, []).append(torch.randn(channels, *size, generator=generator))

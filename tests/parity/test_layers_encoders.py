@@ -74,12 +74,14 @@ def test_vit_equals_hf_hidden_states(name: str, layer: int) -> None:
     reference = hf_vit(VITS[name])
     encoder = built(VITS[name], feature_layer=layer)
     copy_tower(encoder, reference)
-    images = [torch.randn(3, *size) for size in ((16, 16), (8, 20), (16, 16), (12, 12), (40, 4))]
+    # One row for NaFlex: to one column torch 2.13 antialiases wrongly on CPU, and so does HF's class.
+    thin = (4, 40) if name == "naflex" else (40, 4)
+    images = [torch.randn(3, *size) for size in ((16, 16), (8, 20), (16, 16), (12, 12), thin)]
     prefix = encoder.meta.prefix
     expected = torch.cat([hf_hidden_states(reference, image)[layer][0, prefix:] for image in images])
     features, grids = encoder.features(images)
     torch.testing.assert_close(features, expected, **TOLERANCE)
-    assert grids == [(4, 4), (2, 5), (4, 4), (3, 3), (10, 1)]
+    assert grids == [(4, 4), (2, 5), (4, 4), (3, 3), (thin[0] // 4, thin[1] // 4)]
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
     (features * weights).sum().backward()

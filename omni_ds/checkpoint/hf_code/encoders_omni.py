@@ -50,6 +50,19 @@ def naflex_inputs(pixels, grid, patch):
     }
 
 
+def resize_positions(table, grids, max_length):
+    """Positions [side, side, H] -> [images, max_length, H] for images of one grid: bilinear, antialiased.
+
+    Rows before columns, because torch 2.13 on CPU gets a single column wrong when it resizes both at once.
+    """
+    rows, columns = grids[0].tolist()
+    values = table.permute(2, 0, 1)[None].float()
+    for size in ((rows, table.shape[1]), (rows, columns)):
+        values = F.interpolate(values, size=size, mode="bilinear", align_corners=False, antialias=True)
+    positions = values[0].flatten(1).T.to(table.dtype)
+    return positions.expand(len(grids), max_length, -1)
+
+
 def pad_with_silence(mels, frames):
     """[n, mels, k <= frames] -> [n, mels, frames], filled with what WhisperFeatureExtractor makes of silence.
 
@@ -75,6 +88,8 @@ class OmniEncoder(nn.Module):
             width = config.d_model
         else:
             self.tower = AutoModel.from_config(config, **attention)
+            if config.model_type == "siglip2_vision_model":
+                self.tower.embeddings.resize_positional_embeddings = resize_positions
             width = config.hidden_size
         reduction, factor = spec["projector"]["reduction"], spec["projector"]["factor"]
         joined = {"none": 1, "frame_stack": factor, "pixel_shuffle": factor**2}[reduction]
