@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import isqrt
 
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.plan import Plan
@@ -68,6 +69,7 @@ def _item(
 def _shape(meta: EncoderMeta, scale: float) -> tuple[int, ...]:
     if meta.family == "vit":
         step = meta.minimal_shape()[0]
-        side = max(step, int(meta.image * scale) // step * step)
+        largest = isqrt(meta.max_pixels) or meta.image
+        side = max(step, int(largest * scale) // step * step)
         return side, side
     return (max(meta.minimal_shape()[0], int(meta.window * scale)),)
