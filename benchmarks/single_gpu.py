@@ -13,6 +13,7 @@ encoder_meta.py) divided by the time, over the rate of a large bf16 matrix produ
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -20,6 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
@@ -44,7 +47,7 @@ LLM = {
 }
 MOE = LLM | {
     "model_type": "qwen3_moe",
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6144,
@@ -221,9 +224,94 @@ def build(model: str, budget: int, options: argparse.Namespace):
     composition = read_composition(config, processors=False)
     plan, device = plan_of(config, composition, 1), stage_device(0)
     groups = ProcessGroups.create(mesh_of(config, 1), environment.TIMEOUT)
-    runtime = build_runtime(config, composition, plan, groups, 0, device)
+    with drawn_on_device(device):
+        runtime = build_runtime(config, composition, plan, groups, 0, device)
     samples = draw_samples(plan)
     return runtime, plan, samples, make_input(plan, build_step(plan, 0, samples), device)
+
+
+@contextmanager
+def drawn_on_device(device: torch.device):
+    """Fresh weights from the device's generator: the CPU's takes a minute for three billion of them."""
+    original = torch.Tensor.normal_
+
+    def normal(tensor, mean=0.0, std=1.0, *, generator=None):
+        return tensor.copy_(torch.randn(tensor.shape, device=device) * std + mean)
+
+    if device.type == "cuda":
+        torch.Tensor.normal_ = normal
+    try:
+        yield
+    finally:
+        torch.Tensor.normal_ = original
+
+
+class Loop:
+    """The same modules in a loop written by hand: no engine, schedule or messages; fp32 masters, accumulation
+    and norm, fused AdamW."""
+
+    def __init__(self, runtime):
+        self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
+        modules = [self.llm, *self.encoders.values()]
+        self.parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        on_gpu = runtime.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=on_gpu)
+
+    def run(self, plan, step) -> None:
+        order = {name: n for n, name in enumerate(self.encoders)}
+        for mb in step.plan.replicas[0].micro_batches:
+            placed = sorted(
+                (
+                    p
+                    for w in step.plan.replicas[0].windows
+                    for p in w.share(0).items
+                    if p.micro_batch == mb.index
+                ),
+                key=lambda p: (order[p.item.encoder], p.position),
+            )
+            batch, values = step.batches[mb.index], {}
+            for one in placed:
+                values.setdefault(one.item.encoder, []).append(self.media[one.item.row])
+            if placed:
+                rows = torch.cat(
+                    [self.encoders[name](values[name]) for name in self.encoders if name in values]
+                )
+                at = torch.cat(
+                    [
+                        torch.arange(p.position + o, p.position + o + k)
+                        for p in placed
+                        for o, k in p.item.spans
+                    ]
+                )
+                batch = replace(batch, feature_positions=at.to(rows.device), features=rows)
+            losses, _ = self.llm(batch, None)
+            (losses.sum() / step.target_tokens).backward()
+            with torch.no_grad():
+                used = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+                torch._foreach_add_(
+                    [self.masters[i].grad for i in used], [self.parameters[i].grad for i in used]
+                )
+                for i in used:
+                    self.parameters[i].grad = None
+        with torch.no_grad():
+            gradients = [master.grad for master in self.masters]
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step()
+            torch._foreach_copy_(self.parameters, self.masters)
+            for gradient in gradients:
+                gradient.zero_()
+
+    def take_media(self, step) -> None:
+        """Media by sample; they lie by window and encoder in the step."""
+        self.media = {}
+        for window in step.plan.replicas[0].windows:
+            found = {name: iter(values) for name, values in step.media.get(window.index, {}).items()}
+            for placed in window.share(0).items:
+                self.media[placed.item.row] = next(found[placed.item.encoder])
 
 
 def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> dict:
@@ -239,6 +327,7 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
     timed = seconds[options.warm_up :]
     if options.profile:
         profile(runtime, step)
+    by_hand = loop_seconds(runtime, plan, step, options) if options.loop else None
     middle = statistics.median(timed)
     tokens = step.plan.tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -253,9 +342,21 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
         "tokens_per_second": tokens / middle,
         "mfu": model_flops(plan, samples) / middle / ceiling,
         "peak_gib": peak,
+        "over_loop": None if by_hand is None else middle / by_hand,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
+
+
+def loop_seconds(runtime, plan, step, options: argparse.Namespace) -> float:
+    """Seconds a step of the loop by hand, median."""
+    loop, seconds = Loop(runtime), []
+    loop.take_media(step)
+    for _ in range(options.warm_up + options.steps):
+        start = now(runtime.device)
+        loop.run(plan, step)
+        seconds.append(now(runtime.device) - start)
+    return statistics.median(seconds[options.warm_up :])
 
 
 def profile(runtime, step) -> None:
@@ -280,6 +381,7 @@ def main() -> None:
     parser.add_argument("--warm_up", type=int, default=3)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--loop", action="store_true", help="also the same modules in a loop by hand")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
@@ -291,6 +393,9 @@ def main() -> None:
     rows = []
     for model in options.model.split(","):
         for budget in map(int, options.budget.split(",")):
+            gc.collect()  # of the model before
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             row = measure(model, budget, options, ceiling)
             rows.append(row)
             print(
@@ -298,7 +403,8 @@ def main() -> None:
                 f"{row['seconds']:>9.3f} s (spread {row['spread']:.0%})"
                 f"{row['tokens_per_second']:>9.0f} tok/s"
                 f"{row['mfu']:>8.1%} of it{row['peak_gib']:>8.1f} GiB   loss {row['first_loss']:.4f} -> "
-                f"{row['last_loss']:.4f}",
+                f"{row['last_loss']:.4f}"
+                + ("" if row["over_loop"] is None else f"   {row['over_loop']:.3f} x the loop by hand"),
                 flush=True,
             )
     environment.stop_distributed()
