@@ -67,7 +67,9 @@ def draw_rows(rng: random.Random, media: float, count: int) -> list[dict]:
         kinds = []
         if rng.random() < media:
             kinds = rng.choice((["image"], ["audio"], ["image", "audio"], ["image"] * 3, ["audio"] * 2))
-        text = "".join(f"<{kind}>" for kind in kinds) + rng.choice(("What is the sum?", "Which digit is this?"))
+        text = "".join(f"<{kind}>" for kind in kinds) + rng.choice(
+            ("What is the sum?", "Which digit is this?")
+        )
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": str(rng.randrange(10))}]
         row = {"messages": turns}
         if "image" in kinds:
@@ -167,7 +169,11 @@ def fuzz(steps: int, block: int, seed: int, only: int | None = None, say=lambda 
 
 def describe(raw: dict) -> str:
     omni = raw["omni"]
-    degrees = [raw["pipeline"]["stages"], raw["tensor_parallel"]["autotp_size"], raw["sequence_parallel_size"]]
+    degrees = [
+        raw["pipeline"]["stages"],
+        raw["tensor_parallel"]["autotp_size"],
+        raw["sequence_parallel_size"],
+    ]
     return f"pp, tp, sp {degrees}, {omni['encoder_parallel']}, {omni['balance']}, batch {raw['train_batch_size']}"
 
 
