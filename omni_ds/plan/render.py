@@ -160,7 +160,8 @@ def _step(plan: Plan, step_plan: StepPlan, numerics: Numerics) -> str:
             "features and gradients",
             f"  imbalance: LLM {step_plan.llm_imbalance:.3f} (without balancing "
             f"{step_plan.llm_imbalance_given:.3f}), encoders {step_plan.encoder_imbalance:.3f} "
-            f"({step_plan.encoder_imbalance_given:.3f}); {100 * step_plan.long_items:.1f} % of media in parts",
+            f"({step_plan.encoder_imbalance_given:.3f}); "
+            f"{100 * step_plan.long_items:.1f} % of media in parts",
             f"  bubbles {100 * step_plan.bubble_fraction:.1f} % of the simulated step",
             f"  plan hash {step_plan.hash:016x}",
         )

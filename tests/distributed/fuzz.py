@@ -40,8 +40,8 @@ DEGREES = (  # pipeline, tensor, sequence; data is what remains
 
 @dataclass(frozen=True)
 class Tally:
-    """Over all steps; split: those with parts or slices; half: with one of two modalities only; away: in which
-    some rank encoded nothing though others did."""
+    """Over all steps; split: those with parts or slices; half: with one of two modalities only; away: in
+    which some rank encoded nothing though others did."""
 
     steps: int = 0
     without_media: int = 0
@@ -168,13 +168,10 @@ def fuzz(steps: int, block: int, seed: int, only: int | None = None, say=lambda 
 
 
 def describe(raw: dict) -> str:
-    omni = raw["omni"]
-    degrees = [
-        raw["pipeline"]["stages"],
-        raw["tensor_parallel"]["autotp_size"],
-        raw["sequence_parallel_size"],
-    ]
-    return f"pp, tp, sp {degrees}, {omni['encoder_parallel']}, {omni['balance']}, batch {raw['train_batch_size']}"
+    omni, tensor = raw["omni"], raw["tensor_parallel"]["autotp_size"]
+    degrees = f"pp {raw['pipeline']['stages']}, tp {tensor}, sp {raw['sequence_parallel_size']}"
+    batch = raw["train_batch_size"]
+    return f"{degrees}, {omni['encoder_parallel']}, {omni['balance']}, batch {batch}"
 
 
 def main() -> None:

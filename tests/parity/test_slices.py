@@ -36,7 +36,7 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dinov2 registers shuffled": (VITS["dinov2-registers"], SHUFFLE),
 }
 # Pixels (patches of 4) and the gang: 2 is one for each half of the ranks, 4 for all; 1: each rank alone.
-# rows are not joined in squares, token numbers do not divide by the gang.
+# Where rows are not joined in squares, token numbers do not divide by the gang.
 ODD = (((20, 12), 2), ((28, 20), 4), ((16, 16), 2), ((12, 12), 1), ((8, 20), 1), ((8, 28), 4))
 EVEN = (((24, 16), 2), ((40, 24), 4), ((16, 16), 2), ((16, 8), 1), ((8, 8), 1), ((32, 8), 4))
 PARTS = ((130, 1), (95, 2), (40, 1), (7, 1))  # recordings: mel frames, windows of a part
