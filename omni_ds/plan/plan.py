@@ -205,7 +205,8 @@ class StepPlan:
 
     encoder_imbalance: most loaded rank over mean; llm_imbalance: dearest replica over mean; both also as they
     would be without balancing (balance.as_given). bubble_fraction: idle share of the simulated step.
-    long_items: share of media that are encoded in parts or slices.
+    long_items: share of media that are encoded in parts or slices. rooms: what the ranks of a replica should
+    encode of each window (weave.Woven).
     """
 
     mesh: Mesh
@@ -223,6 +224,7 @@ class StepPlan:
     encoder_imbalance_given: float = 1.0
     llm_imbalance_given: float = 1.0
     long_items: float = 0.0
+    rooms: Sequence[Sequence[int]] | None = None
 
     def replica_of(self, rank: int) -> ReplicaPlan:
         return self.replicas[self.mesh.coords(rank).data]

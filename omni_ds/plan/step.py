@@ -104,6 +104,7 @@ def build_step(
         encoder_imbalance_given=before[0],
         llm_imbalance_given=before[1],
         long_items=long_share(samples),
+        rooms=woven.rooms,
     )
 
 
