@@ -17,7 +17,10 @@ Columns, mean over steps:
 - window: encoder load of the ranks of a replica in a window, over what the plan wants each to do: 1 + largest
   excess / mean. Equal shares for the first three, largest / mean; ours wants more from stages that idle in the
   pipeline.
-- raw: largest / mean for all
+- least: what indivisible media allow there with equal shares at best: of k media on n ranks some rank has
+  ceil(k / n) of the largest
+- raw: largest / mean for all, wanted or not
+- plan: as window, over the whole step: what a rank got too much of in one window it gets less of in the next
 - step: encoder load of all ranks of the world in the step, largest / mean
 - LLM: load of all micro-batches of the world, largest / mean; replica: of all replicas in the step
 - seconds: to deal samples and media; of ours: to plan the whole step, schedule included
@@ -49,6 +52,7 @@ from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.llm_meta import LLMMeta
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import Item, SampleMeta
+from omni_ds.plan.shares import cut_windows
 
 STAGES, REPLICAS, MICRO_BATCHES = 4, 8, 16
 BUDGET, FILLED = 16384, 0.75  # tokens of a micro-batch: at most, and on average
@@ -304,26 +308,32 @@ POLICIES: dict[str, Callable] = {
 
 
 def measure(plan: Plan, dealt: Dealt) -> dict[str, float]:
-    passes = 3
+    passes, cost = 3, EncoderCost(plan.encoders)
 
     def flops(bin_: Sequence[SampleMeta]) -> int:
         return passes * sum(plan.llm.sample_flops(s.tokens, s.target_tokens) for s in bin_)
 
     micro_batches = [[flops(mb) for mb in replica] for replica in dealt.samples]
-    planned = raw = total = 0.0
-    for loads, rooms in zip(dealt.encoded, dealt.wanted, strict=True):
-        for window, room in zip(loads, rooms, strict=True):
+    planned = raw = bound = excess = total = 0.0
+    for replica, loads, rooms in zip(dealt.samples, dealt.encoded, dealt.wanted, strict=True):
+        ahead = [0.0] * STAGES
+        for members, window, room in zip(windows(dealt, loads), loads, rooms, strict=True):
             load = sum(window)
             if not load:
                 continue
-            over = [x - load * r / sum(room) for x, r in zip(window, room, strict=True)]
+            over = [x - load * r / max(1, sum(room)) for x, r in zip(window, room, strict=True)]
             planned += load + len(window) * max(over)
             raw += max(window) * len(window)
+            bound += least([cost.total(item) for item in _items(replica, members)], len(window))
             total += load
+            ahead = [x + y for x, y in zip(ahead, over, strict=True)]
+        excess += len(ahead) * max(ahead)
     ranks = [sum(column) for replica in dealt.encoded for column in zip(*replica, strict=True)]
     return {
         "encoder_imbalance": planned / max(1, total),
+        "encoder_least": bound / max(1, total),
         "encoder_imbalance_raw": raw / max(1, total),
+        "encoder_imbalance_plan": 1 + excess / max(1, total),
         "encoder_imbalance_step": ratio(ranks),
         "llm_imbalance": ratio([load for replica in micro_batches for load in replica]),
         "llm_imbalance_replica": ratio([sum(replica) for replica in micro_batches]),
@@ -331,7 +341,17 @@ def measure(plan: Plan, dealt: Dealt) -> dict[str, float]:
     }
 
 
-COLUMNS = ("window", "raw", "step", "LLM", "replica", "seconds")
+def windows(dealt: Dealt, loads: Sequence) -> tuple[tuple[int, ...], ...]:
+    return cut_windows(MICRO_BATCHES, -(-MICRO_BATCHES // len(loads)))
+
+
+def least(costs: Sequence[int], ranks: int) -> int:
+    """Ranks x the smallest largest load that whole media allow."""
+    costs = sorted(costs, reverse=True)
+    return max(sum(costs), *(ranks * (k // ranks + 1) * costs[k] for k in range(0, len(costs), ranks)))
+
+
+COLUMNS = ("window", "least", "raw", "plan", "step", "LLM", "replica", "seconds")
 
 
 def main() -> None:
