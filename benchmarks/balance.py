@@ -7,16 +7,16 @@ deal samples to (replica, micro-batch) under the token budget, and media of ever
 encode them:
 
 - as_given: samples in their order, media whole and to the ranks of their replica in turn
-- longest_first: longest sample first to the least loaded micro-batch, longest medium first to the least loaded
-  rank, by tokens
+- longest_first: longest sample first to the least loaded micro-batch, longest medium first to the least
+  loaded rank, by tokens
 - squares: the same by squares of lengths, as other trainers balance
 - ours: omni.balance.mode "auto", omni.encoder_parallel.long_short "auto"
 
 Columns, mean over steps:
 
-- window: encoder load of the ranks of a replica in a window, over what the plan wants each to do: 1 + largest
-  excess / mean. Equal shares for the first three, largest / mean; ours wants more from stages that idle in the
-  pipeline.
+- window: encoder load of the ranks of a replica in a window, over what the plan wants each to do: 1 +
+  largest excess / mean. Equal shares for the first three, which makes it largest / mean; ours wants more from
+  stages that idle in the pipeline.
 - least: what indivisible media allow there with equal shares at best: of k media on n ranks some rank has
   ceil(k / n) of the largest
 - raw: largest / mean for all, wanted or not
@@ -90,8 +90,8 @@ FRAMES = 3000  # mel frames: half a minute
 
 @dataclass(frozen=True)
 class Dealt:
-    """samples[replica][micro-batch]; encoded[replica][window][rank]: cost; wanted: in the same shape, what the
-    plan wants, in any unit for each window."""
+    """samples[replica][micro-batch]; encoded[replica][window][rank]: cost; wanted: in the same shape, what
+    the plan wants, in any unit for each window."""
 
     samples: list[list[list[SampleMeta]]]
     encoded: list[list[list[int]]]
@@ -146,7 +146,9 @@ def mixed(images: float) -> Callable:
     def draw(plan: Plan, rng: random.Random, row: int) -> SampleMeta:
         if rng.random() >= images:
             return sample_of(plan, row, text_length(rng), ())
-        return sample_of(plan, row, text_length(rng) // 3, [image(rng) for _ in range(rng.choice((1, 1, 2, 4)))])
+        return sample_of(
+            plan, row, text_length(rng) // 3, [image(rng) for _ in range(rng.choice((1, 1, 2, 4)))]
+        )
 
     return draw
 
