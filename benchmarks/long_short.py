@@ -6,10 +6,10 @@ the planned shapes and are checked (benchmarks/emulate.py), and ranks of a gang 
     python benchmarks/long_short.py [--seconds 4] [--repeats 3] [--json PATH]
 
 Cases by mesh: off (omni.encoder_parallel.long_short "off") and auto; the images are the same. A slice costs
-an eighth more than an equal part of its image (omni_ds/plan/cost.py), in the plan and here. `encoder`: encoder
-load of the dearest rank over the mean; `gang`: ranks that encode a giant together, neighbours of one stage.
-Giants of several windows keep several ranks busy at once without slices too, and with many stages few ranks
-are neighbours: less is gained.
+an eighth more than an equal part of its image (omni_ds/plan/cost.py), in the plan and here. `encoder`:
+encoder load of the dearest rank over the mean; `gang`: ranks that encode a giant together, neighbours of one
+stage. Giants of several windows keep several ranks busy at once without slices too, and with many stages few
+ranks are neighbours: less is gained.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 LARGE_PROBLEM = 1 << 16
 # Bins whose largest is at most this many thousandths above the mean are left alone; how many of the smallest
 # bins are looked at for an exchange.
-EVEN_PERMILLE, PARTNERS = 10, 8
+EVEN_PERMILLE, PARTNERS = 20, 8
 
 
 def karmarkar_karp(
@@ -142,10 +142,12 @@ def exchange(
     Differencing and greedy deals put the largest items of two sizes (a few long samples among short ones)
     together as they come; which of them fit together is found here.
     """
+    loads = [sum([costs[i] for i in part]) for part in parts]
+    enough = sum(loads) * (1000 + EVEN_PERMILLE) // (1000 * len(loads))
+    if max(loads) <= enough:
+        return tuple(parts)
     bins = [sorted([(costs[i], i) for i in part]) for part in parts]
-    loads = [sum([cost for cost, _ in members]) for members in bins]
     used = [sum([tokens[i] for i in part]) for part in parts]
-    enough = sum(loads) * (1000 + EVEN_PERMILLE) // (1000 * len(bins))
     changed = set()
     for _ in range(4 * len(bins)):
         high = loads.index(max(loads))

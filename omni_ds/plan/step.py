@@ -61,7 +61,7 @@ def build_step(
     schedule = woven.schedule if times is None else retime(plan, times, bins, woven, training)
     before = as_given(
         [plan.llm.sample_flops(sample.tokens, sample.target_tokens) for sample in given],
-        [[cost.total(item) for item in sample.items] for sample in given],
+        [[cost.total(item) for item in sample.items] if sample.items else () for sample in given],
         plan.mesh.data,
         ranks // plan.mesh.data,
     )
