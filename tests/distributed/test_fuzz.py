@@ -7,7 +7,7 @@ from distributed.fuzz import fuzz
 
 
 def test_forty_random_steps() -> None:
-    tally = fuzz(40, block=10, seed=23)
+    tally = fuzz(40, block=20, seed=11)
     assert tally.steps == 40 and tally.split and tally.away, tally
 
 
