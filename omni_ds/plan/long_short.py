@@ -19,7 +19,7 @@ from omni_ds.plan.cost import EncoderCost
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.sample import Item, SampleMeta
 
-GRAIN = 8  # parts that make up what a rank encodes in a step, at least
+GRAIN = 32  # parts that make up what a rank encodes in a step, at least: a few for each of its windows
 
 
 def split_recordings(
