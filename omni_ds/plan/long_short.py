@@ -72,7 +72,10 @@ def split_images(
         return tuple(samples)
     fair = 0
     if long_short == "auto":
-        fair = sum(cost.total(item) for sample in samples for item in sample.items) // ranks
+        costs = [sum(cost.both(item)) for sample in samples for item in sample.items]
+        fair = sum(costs) // ranks
+        if 2 * max(costs, default=0) <= 3 * fair:  # the usual case
+            return tuple(samples)
 
     def slices(item: Item) -> tuple[Item, ...]:
         if item.encoder not in sliceable:
