@@ -10,12 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
 
-_FAMILIES: dict[str, type[Encoder]] = {"vit": VitEncoder, "whisper": WhisperEncoder}
+_FAMILIES: dict[str, type[Encoder]] = {
+    "vit": VitEncoder,
+    "whisper": WhisperEncoder,
+    "qwen_vision": QwenVisionEncoder,
+}
 
 
 def build_encoder(

@@ -71,6 +71,10 @@ class EncoderMeta:
         architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
         factor).
         """
+        from omni_ds.plan.towers import TOWERS  # of subclasses of this class
+
+        if hf_config.get("model_type") in TOWERS:
+            return TOWERS[hf_config["model_type"]].from_config(name, encoder, hf_config, llm_hidden)
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
         projector = encoder.projector
@@ -211,6 +215,14 @@ class EncoderMeta:
         # Not one frame: for that, torch's bf16 convolution on CPU leaves its weight gradient uninitialised.
         return (2,)
 
+    def example_shape(self, scale: float) -> tuple[int, ...]:
+        """Shape of a made-up item of ``scale`` times the encoder's native size."""
+        if self.family == "vit":
+            step = self.minimal_shape()[0]
+            side = max(step, int(self.image * scale) // step * step)
+            return side, side
+        return (max(self.minimal_shape()[0], int(self.window * scale)),)
+
     def _first_flops(self, segments: Sequence[int]) -> int:
         """The first convolution, whose input needs no gradient."""
         tokens = sum(segments)
@@ -222,9 +234,13 @@ class EncoderMeta:
     def _tower_flops(self, segments: Sequence[int]) -> int:
         tokens = sum(segments)
         per_token = 2 * self.hidden * (4 * self.hidden + self.mlp_matrices * self.intermediate)
-        attention = sum(4 * self.hidden * length * length for length in segments)
         second = 2 * tokens * 3 * self.hidden**2 if self.family == "whisper" else 0
-        return self._first_flops(segments) + second + self.layers * (tokens * per_token + attention)
+        matrices = self.layers * tokens * per_token
+        return self._first_flops(segments) + second + matrices + self._attention_flops(segments)
+
+    def _attention_flops(self, segments: Sequence[int]) -> int:
+        """Scores and values of all layers."""
+        return self.layers * sum(4 * self.hidden * length * length for length in segments)
 
     def forward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""

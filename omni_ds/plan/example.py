@@ -56,7 +56,7 @@ def _item(
     """One medium whose features lie between tokens `start` and `stop` of the sample; none if it cannot."""
     scale = rng.choice((0.25, 0.5, 0.75, 1.0))
     while True:
-        shape = _shape(meta, scale)
+        shape = meta.example_shape(scale)
         segments, rows = meta.measure(shape)
         if rows <= stop - start:
             return (Item(row, ordinal, meta.name, shape, segments, rows, ((start, rows),)),)
@@ -64,10 +64,3 @@ def _item(
             return ()
         scale /= 2
 
-
-def _shape(meta: EncoderMeta, scale: float) -> tuple[int, ...]:
-    if meta.family == "vit":
-        step = meta.minimal_shape()[0]
-        side = max(step, int(meta.image * scale) // step * step)
-        return side, side
-    return (max(meta.minimal_shape()[0], int(meta.window * scale)),)
