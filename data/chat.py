@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import RowError
-from data.rows import REASONING
+from data.rows import MEDIA_CHARACTER, REASONING
 
 MARK_BASE = 0xF0000
 _THINK_TAG = re.compile(r"(</?think>)")
 _EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+_OUTER = re.compile(rf"\A(?:\s|{MEDIA_CHARACTER.pattern})+|(?:\s|{MEDIA_CHARACTER.pattern})+\Z")
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
@@ -217,8 +218,9 @@ def _mark_strings(value: Any, mark: str) -> Any:
 
 
 def _around(text: str, mark: str) -> str:
-    """Marks inside the outer white space, so that a template that strips does the same with them."""
-    core = text.strip()
+    """Marks inside the outer white space and media, so that a template that strips does the same with them,
+    and one that takes parts gets no part of a mark alone."""
+    core = _OUTER.sub("", text)
     if not core:
         return text
     start = text.index(core)

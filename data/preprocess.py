@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from data.errors import MediaError
+from data.grid_images import GridImagePreprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from omni_ds.errors import UserError
 
@@ -128,6 +129,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
         settings = encoder.processor
+        if hf_config.get("spatial_merge_size"):
+            return GridImagePreprocess(_grid_processor(where, encoder, hf_config))
         if settings.min_pixels is not None or settings.max_pixels is not None:
             raise UserError(
                 f"{where}.processor: min_pixels and max_pixels are for encoders that take any image size, "
@@ -140,6 +143,29 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         _check_audio(where, processor, encoder, hf_config)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _grid_processor(where: str, encoder: Any, hf_config: Mapping[str, Any]) -> Any:
+    """The checkpoint's image processor within the configuration's bounds of pixels."""
+    processor = _load_image_processor(where, encoder)
+    if processor is None:
+        raise UserError(f"{where}: {encoder.path} has no preprocessor_config.json; copy it there")
+    cells = {"patch_size": hf_config["patch_size"], "merge_size": hf_config["spatial_merge_size"]}
+    for key, value in cells.items():
+        if getattr(processor, key, None) != value:
+            raise UserError(
+                f"{where}: the tower has {key} {value}, the image processor of {encoder.path} "
+                f"{getattr(processor, key, None)}; use the processor of the same checkpoint"
+            )
+    bounds = {"shortest_edge": encoder.processor.min_pixels, "longest_edge": encoder.processor.max_pixels}
+    size = dict(processor.size) | {key: value for key, value in bounds.items() if value is not None}
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"{where}.processor: an image has at least {size['shortest_edge']} and at most "
+            f"{size['longest_edge']} pixels; set min_pixels and max_pixels"
+        )
+    processor.size = type(processor.size)(**size)
+    return processor
 
 
 def _load_image_processor(where: str, encoder: Any) -> Any:

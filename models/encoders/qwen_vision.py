@@ -68,7 +68,7 @@ def image_patches(image: Tensor, patch: int, factor: int, temporal: int) -> Tens
 
 
 class QwenVisionEncoder(Encoder):
-    """Item: [channels, height, width], sides a multiple of ``patch * factor``. The projector is HF's merger."""
+    """Item: [channels, height, width], sides a multiple of ``patch * factor``. HF's merger projects."""
 
     meta: QwenVisionMeta
 
@@ -91,7 +91,9 @@ class QwenVisionEncoder(Encoder):
         orders = [image_order(*grid, meta.factor, meta.window_side) for grid in grids]
         lengths = [len(order.order) for order in orders]
         patches = torch.cat([image_patches(v, meta.patch, meta.factor, meta.temporal) for v in values])
-        hidden = self.tower.patch_embed(patches.index_select(0, _joined([o.order for o in orders]).to(device)))
+        hidden = self.tower.patch_embed(
+            patches.index_select(0, _joined([o.order for o in orders]).to(device))
+        )
         rotary = self._rotary(torch.cat([order.at for order in orders]), device)
         whole = Packing.of(lengths, device)
         windows = Packing.of([n for order in orders for n in order.windows], device)

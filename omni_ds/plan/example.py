@@ -63,4 +63,3 @@ def _item(
         if shape == tuple(meta.minimal_shape()):
             return ()
         scale /= 2
-

@@ -1,4 +1,4 @@
-"""Encoders in numbers of families that are no plain tower with our projector: one file each, one line here."""
+"""Encoders in numbers, where a tower is no plain one with our projector: one file each, one line here."""
 
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta

@@ -58,10 +58,12 @@ class QwenVisionMeta(EncoderMeta):
         patch, factor, layers = config["patch_size"], config["spatial_merge_size"], config["depth"]
         temporal, channels = config["temporal_patch_size"], config["in_channels"]
         if not isinstance(patch, int) or not isinstance(temporal, int):
-            raise UserError(f"{where}: patches of {patch} x {temporal} are not supported; they are not square")
+            raise UserError(
+                f"{where}: patches of {patch} x {temporal} are not supported; they are not square"
+            )
         if rows_width != llm_hidden:
             raise UserError(
-                f"{where}: the tower makes rows of {rows_width} for an LLM of width {llm_hidden}; config.json "
+                f"{where}: the tower makes rows of {rows_width}, the LLM has width {llm_hidden}; config.json "
                 "holds parts of different models"
             )
         intermediate = config["intermediate_size"] if windows else int(hidden * config["mlp_ratio"])

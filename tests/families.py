@@ -1,0 +1,156 @@
+"""Tiny checkpoints of HF multimodal classes, made by ``save_pretrained``, and configs that train them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import DIGITS, merged
+
+_TEXT = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.05,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+_VISION_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN_TEMPLATE = """{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}
+{%- elif part['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- endif -%}{%- endfor -%}{%- endif -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def _tokenizer(tokens: list[str], template: str):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DIGITS / "tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _qwen(family: str, tied: bool):
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer(list(_VISION_TOKENS.values()), _QWEN_TEMPLATE)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _VISION_TOKENS.items()}
+    vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 4}
+    if family == "qwen2_5_vl":
+        config, model = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+        vision |= {"hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 32}
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    else:
+        config, model = Qwen2VLConfig, Qwen2VLForConditionalGeneration
+        vision |= {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2}
+    text = _TEXT | _MROPE
+    made = model(config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids))
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 16 * 16, "longest_edge": 44 * 44}
+    )
+    return made, tokenizer, processor
+
+
+MAKERS = {"qwen2_vl": _qwen, "qwen2_5_vl": _qwen}
+
+
+def make_model(
+    family: str, folder: Path, *, tied: bool = False, seed: int = 5, dtype: str = "float32"
+) -> Path:
+    """Save a random tiny model of a family (a key of ``MAKERS``) with tokenizer and processor."""
+    import torch
+
+    torch.manual_seed(seed)
+    model, tokenizer, processor = MAKERS[family](family, tied)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (
+                name.endswith("bias") or "norm" in name or "ln_q" in name
+            ):  # HF's are constant, which hides errors
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder: Path, count: int = 16) -> Path:
+    """Rows of text alone, of one picture, and of two of different sizes; returns the file."""
+    import numpy as np
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(3)
+    rows = []
+    for number in range(count):
+        pictures = []
+        for nth in range(number % 3):
+            height, width = (int(x) for x in rng.integers(14, 60, 2))
+            name = f"{number}-{nth}.png"
+            Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
+            pictures.append(name)
+        question = "".join(f"<image>Which digit {nth}? " for nth in range(len(pictures))) or "What is 3 + 4?"
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": ["seven", "It is three.", "two and one"][number % 3]},
+        ]
+        if number % 4 == 3:
+            messages += [
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "Yes, it is."},
+            ]
+        rows.append({"messages": messages} | ({"images": pictures} if pictures else {}))
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def model_config(model: Path, rows: Path, output: Path, **omni: Any) -> dict[str, Any]:
+    """A configuration that trains a checkpoint: clipping active, three learning rates."""
+    raw: dict[str, Any] = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"stages": 1},
+        "omni": {
+            "model": {"path": str(model)},
+            "encoders": {"vision": {"lr": 5e-4, "projector": {"lr": 2e-3}}},
+            "data": {
+                "train": [{"path": str(rows)}],
+                "max_length": 512,
+                "max_tokens_per_micro_batch": 512,
+                "num_workers": 0,
+                "cache_dir": str(output / "cache"),
+            },
+            "train": {"max_steps": 3, "seed": 7},
+            "output_dir": str(output),
+        },
+    }
+    raw["omni"] = merged(raw["omni"], omni)
+    return raw
