@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import DIGITS, merged
+from tiny import DIGITS, merged
 
 _TEXT = {
     "vocab_size": 384,

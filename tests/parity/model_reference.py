@@ -1,0 +1,123 @@
+"""A multimodal checkpoint trained by a plain loop: HF's class, processor and template, sample by sample."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class HFSamples:
+    """Rows of a JSON lines file as HF's processor makes them, without ours.
+
+    model: the folder. The template writes one placeholder for each picture, which becomes as many as HF's
+    image processor has patches for.
+    """
+
+    def __init__(self, model: Path, rows: Path):
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+        self.rows = [json.loads(line) for line in rows.read_text().splitlines()]
+        self.folder = rows.parent
+        self.config = AutoConfig.from_pretrained(model)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
+        key = "image_token_id" if hasattr(self.config, "image_token_id") else "image_token_index"
+        self.image_id = getattr(self.config, key)
+        self.image = self.tokenizer.convert_ids_to_tokens(self.image_id)
+
+    def inputs(self, number: int) -> dict[str, Tensor]:
+        """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
+        from PIL import Image
+
+        row = self.rows[number]
+        pictures = [Image.open(self.folder / name).convert("RGB") for name in row.get("images", ())]
+        messages = []
+        for message in row["messages"]:
+            pieces = re.split("(<image>)", message["content"])
+            parts = [
+                {"type": "image"} if piece == "<image>" else {"type": "text", "text": piece}
+                for piece in pieces
+                if piece
+            ]
+            messages.append({"role": message["role"], "content": parts})
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        media = self.processor(pictures, return_tensors="pt") if pictures else {}
+        counts = iter(self._counts(media))
+        text = re.sub(re.escape(self.image), lambda _: self.image * next(counts), text)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        found = dict(media)
+        if "image_grid_thw" in found:
+            found["mm_token_type_ids"] = (ids == self.image_id).int()
+        return {"input_ids": ids, **found}
+
+    def _counts(self, media: dict[str, Tensor]) -> list[int]:
+        if not media:
+            return []
+        if "image_grid_thw" in media:
+            merge = self.processor.merge_size**2
+            return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
+        vision = self.config.vision_config
+        whole = (vision.image_size // vision.patch_size) ** 2
+        kept = self.config.vision_feature_select_strategy == "full" and vision.model_type.startswith("clip")
+        return [whole + kept] * len(media["pixel_values"])
+
+
+def part_of(name: str) -> str:
+    """The part of our configuration that a parameter of an HF class belongs to."""
+    if "projector" in name or ".merger." in name:
+        return "vision.projector"
+    return "vision" if ".visual." in name or ".vision_tower." in name else "llm"
+
+
+def train_hf_model(
+    config: Any, dataset: Any, sampler: Any, model: Path, rows: Path, steps: int
+) -> dict[str, Any]:
+    """Losses, norms, weights after ``steps`` by HF name, and the gradients of the first step."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.set_num_threads(1)
+    hf = AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
+    hf.train()
+    samples, omni, base = HFSamples(model, rows), config.omni, config.optimizer.params["lr"]
+    vision = omni.encoders["vision"]
+    rates = {"llm": omni.llm.lr, "vision": vision.lr, "vision.projector": vision.projector.lr}
+    frozen = {
+        "llm": omni.llm.freeze,
+        "vision": vision.freeze,
+        "vision.projector": vision.projector.freeze,
+    }
+    groups = []
+    for name, parameter in hf.named_parameters():
+        part = part_of(name)
+        parameter.requires_grad_(not frozen[part])
+        if not frozen[part]:
+            lr = base if rates[part] is None else rates[part]
+            decay = config.optimizer.params["weight_decay"] if parameter.dim() >= 2 else 0.0
+            groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
+    optimizer = torch.optim.AdamW(groups, lr=base, eps=config.optimizer.params["eps"])
+    trained = [p for group in groups for p in group["params"]]
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        loss, targets = torch.zeros(()), 0
+        for row in sampler.rows(step):
+            sample, inputs = dataset.encode(row), samples.inputs(row)
+            assert inputs["input_ids"][0].tolist() == sample.input_ids.tolist(), f"row {row}: other tokens"
+            labels = torch.as_tensor(sample.labels)
+            logits = hf(**inputs, use_cache=False).logits[0]
+            loss = loss + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            targets += int((labels >= 0).sum())
+        optimizer.zero_grad()
+        (loss / targets).backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)))
+        optimizer.step()
+        losses.append(float(loss.detach() / targets))
+    final = {name: p.detach() for name, p in hf.named_parameters()}
+    return {"losses": losses, "norms": norms, "final": final, "gradients": gradients}

@@ -1,0 +1,90 @@
+"""Every family of HF multimodal models, under any layout, equals HF's own class on the unpacked samples.
+
+Bounds, fp32: losses and norms 1e-5 relative, weights after three steps 1e-5 absolute.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import MAKERS, make_model, model_config, write_rows
+from parity.model_reference import train_hf_model
+from ranks import run_ranks
+from tiny import write_config
+from worker import merge_weights, train_and_collect
+
+STEPS = 3
+LAYOUTS = {
+    "1": (1, ()),
+    "pp2": (2, ("pipeline.stages=2",)),
+    "dp2": (2, ()),
+    "tp2": (2, ("tensor_parallel.autotp_size=2",)),
+    "sp2": (2, ("sequence_parallel_size=2",)),
+    "pp2tp2": (4, ("pipeline.stages=2", "tensor_parallel.autotp_size=2")),
+    "pp2sp2": (4, ("pipeline.stages=2", "sequence_parallel_size=2")),
+    "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
+}
+FAST = [(family, "pp2") for family in MAKERS]
+FULL = [(family, layout) for family in MAKERS for layout in LAYOUTS if layout != "pp2"]
+
+
+@functools.cache
+def made(family: str, tied: bool = False) -> tuple[Path, Path, Path]:
+    """(checkpoint, rows, configuration) of a tiny model."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    model, rows = make_model(family, folder / "model", tied=tied), write_rows(folder / "rows")
+    return model, rows, write_config(model_config(model, rows, folder / "run"), folder / "config.json")
+
+
+@functools.cache
+def reference(family: str, tied: bool = False) -> dict[str, Any]:
+    """The plain loop in a child, so that this process can still fork."""
+    return run_ranks(_reference, 1, *map(str, made(family, tied)), timeout=120)[0]
+
+
+def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
+    from models.multimodal import read_model
+    from omni_ds.config.load import load_config
+    from omni_ds.engine.launch import assemble
+
+    run = assemble(load_config(config_path))
+    result = train_hf_model(run.config, run.dataset, run.sampler, Path(model), Path(rows), STEPS)
+    checkpoint = read_model(run.config.omni.model)
+    names = [h.name for h in [*run.runtime.module.held(), *run.runtime.encoder_parameters()]]
+    result["names"] = {name: checkpoint.class_name(name) for name in names}
+    return result
+
+
+def check(family: str, layout: str, tied: bool = False) -> None:
+    world, overrides = LAYOUTS[layout]
+    results = run_ranks(train_and_collect, world, str(made(family, tied)[2]), overrides, timeout=180)
+    expected = reference(family, tied)
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), result["rank"]
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), result["rank"]
+    final = merge_weights(results, "final")
+    assert final.keys() == expected["names"].keys()
+    differences = {
+        name: (final[name] - expected["final"][expected["names"][name]]).abs().max().item() for name in final
+    }
+    worst = max(differences, key=differences.get)
+    assert differences[worst] < 1e-5, (worst, differences[worst])
+
+
+@pytest.mark.parametrize(("family", "layout"), FAST)
+def test_a_family_equals_hf(family: str, layout: str) -> None:
+    check(family, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "layout"), FULL)
+def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
+    check(family, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_tied_model_equals_hf(family: str) -> None:
+    check(family, "pp2", tied=True)
