@@ -32,6 +32,39 @@ _DTYPES = {
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+)
+_SIDE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.py", "LICENSE*", "*.tiktoken"]
+
+
+def side_files(path: str) -> list[Path]:
+    """Every file of a checkpoint but its weights: configuration, tokenizer, processor, templates, papers.
+
+    Sub-folders and hidden files are left out, and so is the list that an export of ours leaves.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=_SIDE_PATTERNS))
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith(_WEIGHTS)
+        and file.name != "omni_export.json"
+    )
+
+
 class WeightSource:
     """A checkpoint: a folder, one safetensors file, or a repository of the hub.
 

@@ -154,3 +154,26 @@ def model_config(model: Path, rows: Path, output: Path, **omni: Any) -> dict[str
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw
+
+
+# Names that save_pretrained writes -> names that other releases wrote.
+_OTHER_NAMES = {
+    "qwen2_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+}
+
+
+def other_names(family: str, folder: Path) -> None:
+    """Rename the tensors of a checkpoint to those of other releases, and add a buffer that old ones have."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = {}
+    for name, value in load_file(file).items():
+        prefixes = [new for new in _OTHER_NAMES[family] if name.startswith(new)]
+        old = prefixes[0] if prefixes else ""
+        tensors[_OTHER_NAMES[family].get(old, "") + name.removeprefix(old)] = value
+    layer = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
+    tensors[layer.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.arange(4.0)
+    save_file(tensors, file, metadata={"format": "pt"})

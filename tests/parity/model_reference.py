@@ -56,6 +56,16 @@ class HFSamples:
             found["mm_token_type_ids"] = (ids == self.image_id).int()
         return {"input_ids": ids, **found}
 
+    def labels(self, ids: Tensor) -> Tensor:
+        """Ids of what assistants say, end of turn included, -100 elsewhere."""
+        starts, end = self.tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+        labels, inside = torch.full_like(ids, -100), False
+        for at, token in enumerate(ids.tolist()):
+            if inside:
+                labels[at] = token
+            inside = token == starts or (inside and token != end)
+        return labels
+
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
