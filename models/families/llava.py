@@ -16,7 +16,8 @@ def llava_sections(config: PreTrainedConfig) -> dict[str, Section]:
     tower, text = config.vision_config, config.get_text_config()
     if not isinstance(layer, int):
         raise UserError(
-            f"{WHERE}: vision_feature_layer {layer} joins several layers, which is not supported; one layer is"
+            f"{WHERE}: vision_feature_layer {layer} joins several layers, which is not supported; use a "
+            "model with one"
         )
     if config.projector_hidden_act != "gelu" or not config.multimodal_projector_bias:
         raise UserError(
