@@ -14,7 +14,9 @@ import numpy as np
 from data.errors import MediaError
 from data.grid_images import GridImagePreprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
+from data.padded_audio import PaddedAudioPreprocess
 from omni_ds.errors import UserError
+from omni_ds.plan.towers.qwen_audio import REACH
 
 
 class Preprocess(Protocol):
@@ -141,6 +143,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
+        if hf_config.get("model_type") == "qwen2_audio_encoder":
+            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
 

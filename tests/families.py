@@ -126,7 +126,58 @@ def _llava(family: str, tied: bool):
     return LlavaForConditionalGeneration(config), tokenizer, processor
 
 
-MAKERS = {"qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "llava": _llava, "llava_siglip": _llava}
+_AUDIO_TEMPLATE = """{%- set clips = namespace(count=0) -%}
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}
+{%- if part['type'] == 'audio' -%}
+{%- set clips.count = clips.count + 1 -%}
+{{- 'Audio ' ~ clips.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\n' -}}
+{%- else -%}{{- part['text'] -}}
+{%- endif -%}{%- endfor -%}{%- endif -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def _qwen_audio(family: str, tied: bool):
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioEncoderConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2Config,
+        WhisperFeatureExtractor,
+    )
+
+    tokenizer = _tokenizer(["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"], _AUDIO_TEMPLATE)
+    audio = Qwen2AudioEncoderConfig(
+        d_model=24,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=40,
+        num_mel_bins=16,
+        max_source_positions=50,
+    )
+    config = Qwen2AudioConfig(
+        audio_config=audio,
+        text_config=Qwen2Config(**_TEXT, tie_word_embeddings=tied),
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        tie_word_embeddings=tied,
+    )
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    return Qwen2AudioForConditionalGeneration(config), tokenizer, extractor
+
+
+MAKERS = {
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "llava": _llava,
+    "llava_siglip": _llava,
+    "qwen2_audio": _qwen_audio,
+}
+AUDIO = ("qwen2_audio",)
 
 
 def make_model(
@@ -149,22 +200,28 @@ def make_model(
     return folder
 
 
-def write_rows(folder: Path, count: int = 16) -> Path:
-    """Rows of text alone, of one picture, and of two of different sizes; returns the file."""
+def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
+    """Rows of text alone, of one picture or clip, and of two of different sizes; returns the file."""
     import numpy as np
+    import soundfile
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(3)
     rows = []
     for number in range(count):
-        pictures = []
+        media = []
         for nth in range(number % 3):
             height, width = (int(x) for x in rng.integers(14, 60, 2))
-            name = f"{number}-{nth}.png"
-            Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-            pictures.append(name)
-        question = "".join(f"<image>Which digit {nth}? " for nth in range(len(pictures))) or "What is 3 + 4?"
+            name = f"{number}-{nth}.{'png' if modality == 'image' else 'wav'}"
+            if modality == "image":
+                Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
+            else:  # up to a whole window of one second
+                seconds = 1.0 if height > 50 else width / 60
+                soundfile.write(folder / name, rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
+            media.append(name)
+        tag = f"<{modality}>"
+        question = "".join(f"{tag}Which digit {nth}? " for nth in range(len(media))) or "What is 3 + 4?"
         messages = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": ["seven", "It is three.", "two and one"][number % 3]},
@@ -174,13 +231,22 @@ def write_rows(folder: Path, count: int = 16) -> Path:
                 {"role": "user", "content": "Sure?"},
                 {"role": "assistant", "content": "Yes, it is."},
             ]
-        rows.append({"messages": messages} | ({"images": pictures} if pictures else {}))
+        rows.append({"messages": messages} | ({f"{modality}s": media} if media else {}))
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def model_config(model: Path, rows: Path, output: Path, **omni: Any) -> dict[str, Any]:
+def rows_of(family: str, folder: Path, count: int = 16) -> Path:
+    """:func:`write_rows` for what a family takes."""
+    return write_rows(folder, count, "audio" if family in AUDIO else "image")
+
+
+def tower_of(family: str) -> str:
+    return "audio" if family in AUDIO else "vision"
+
+
+def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", **omni: Any) -> dict[str, Any]:
     """A configuration that trains a checkpoint: clipping active, three learning rates."""
     raw: dict[str, Any] = {
         "train_batch_size": 8,
@@ -190,7 +256,7 @@ def model_config(model: Path, rows: Path, output: Path, **omni: Any) -> dict[str
         "pipeline": {"stages": 1},
         "omni": {
             "model": {"path": str(model)},
-            "encoders": {"vision": {"lr": 5e-4, "projector": {"lr": 2e-3}}},
+            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
             "data": {
                 "train": [{"path": str(rows)}],
                 "max_length": 512,
@@ -211,6 +277,12 @@ _OTHER_NAMES = {
     "qwen2_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
     "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
     "llava": {"vision_tower.": "vision_tower.vision_model."},
+    "qwen2_audio": {
+        "language_model.model.": "model.language_model.",
+        "language_model.": "",
+        "audio_tower.": "model.audio_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
     "llava_siglip": {
         "language_model.model.": "model.language_model.",
         "language_model.": "",

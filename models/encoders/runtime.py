@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
 from models.encoders.whisper import WhisperEncoder
@@ -20,6 +21,7 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
+    "qwen_audio": QwenAudioEncoder,
 }
 
 

@@ -7,4 +7,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
+    "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
 }

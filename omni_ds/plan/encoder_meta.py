@@ -174,6 +174,12 @@ class EncoderMeta:
     def projector_parameters(self) -> int:
         return (self.projector_in + 1) * self.projector_hidden + (self.projector_hidden + 1) * self.out_hidden
 
+    @property
+    def projector_flops(self) -> tuple[int, int]:
+        """Forward FLOPs of the projector's two linears for a row."""
+        hidden = self.projector_hidden
+        return 2 * self.projector_in * hidden, 2 * hidden * self.out_hidden
+
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Segment lengths (tokens) and feature rows of an item.
 
@@ -244,15 +250,12 @@ class EncoderMeta:
 
     def forward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""
-        first = self.projector_in * self.projector_hidden
-        second = self.projector_hidden * self.out_hidden
-        return self._tower_flops(segments) + 2 * rows * (first + second)
+        return self._tower_flops(segments) + rows * sum(self.projector_flops)
 
     def backward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen
         tower."""
-        first = 2 * rows * self.projector_in * self.projector_hidden
-        second = 2 * rows * self.projector_hidden * self.out_hidden
+        first, second = (rows * flops for flops in self.projector_flops)
         flops = 0
         if self.tower_trainable:
             flops += 2 * self._tower_flops(segments) - self._first_flops(segments) + first

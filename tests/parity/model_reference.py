@@ -12,49 +12,76 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def hf_model(folder: Path) -> Any:
+    """The checkpoint's own class, with plain attention."""
+    import transformers
+
+    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    cls = getattr(transformers, name)
+    return cls.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
 class HFSamples:
     """Rows of a JSON lines file as HF's processor makes them, without ours.
 
-    model: the folder. The template writes one placeholder for each picture, which becomes as many as HF's
-    image processor has patches for.
+    model: the folder. The template writes one placeholder for each medium, which becomes as many as HF's
+    processor has features for.
     """
 
     def __init__(self, model: Path, rows: Path):
-        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+        from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
         self.rows = [json.loads(line) for line in rows.read_text().splitlines()]
         self.folder = rows.parent
         self.config = AutoConfig.from_pretrained(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
-        key = "image_token_id" if hasattr(self.config, "image_token_id") else "image_token_index"
-        self.image_id = getattr(self.config, key)
-        self.image = self.tokenizer.convert_ids_to_tokens(self.image_id)
+        self.modality = "audio" if hasattr(self.config, "audio_config") else "image"
+        if self.modality == "audio":
+            self.processor = AutoFeatureExtractor.from_pretrained(model)
+        else:
+            self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
+        keys = (f"{self.modality}_token_id", f"{self.modality}_token_index")
+        self.token_id = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
+        self.token = self.tokenizer.convert_ids_to_tokens(self.token_id)
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        from PIL import Image
-
-        row = self.rows[number]
-        pictures = [Image.open(self.folder / name).convert("RGB") for name in row.get("images", ())]
+        row, tag = self.rows[number], f"<{self.modality}>"
         messages = []
         for message in row["messages"]:
-            pieces = re.split("(<image>)", message["content"])
+            pieces = re.split(f"({tag})", message["content"])
             parts = [
-                {"type": "image"} if piece == "<image>" else {"type": "text", "text": piece}
+                {"type": self.modality} if piece == tag else {"type": "text", "text": piece}
                 for piece in pieces
                 if piece
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        media = self.processor(pictures, return_tensors="pt") if pictures else {}
+        names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
+        media = self._media(names) if names else {}
         counts = iter(self._counts(media))
-        text = re.sub(re.escape(self.image), lambda _: self.image * next(counts), text)
+        text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         found = dict(media)
         if "image_grid_thw" in found:
-            found["mm_token_type_ids"] = (ids == self.image_id).int()
+            found["mm_token_type_ids"] = (ids == self.token_id).int()
         return {"input_ids": ids, **found}
+
+    def _media(self, names: list[Path]) -> dict[str, Tensor]:
+        import soundfile
+        from PIL import Image
+
+        if self.modality == "image":
+            pictures = [Image.open(name).convert("RGB") for name in names]
+            return dict(self.processor(pictures, return_tensors="pt"))
+        sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+        made = self.processor(
+            sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+        )
+        return {
+            "input_features": made["input_features"],
+            "feature_attention_mask": made["attention_mask"],
+        }
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -69,6 +96,8 @@ class HFSamples:
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
+        if self.modality == "audio":
+            return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if "image_grid_thw" in media:
             merge = self.processor.merge_size**2
             return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
@@ -81,32 +110,27 @@ class HFSamples:
 def part_of(name: str) -> str:
     """The part of our configuration that a parameter of an HF class belongs to."""
     if "projector" in name or ".merger." in name:
-        return "vision.projector"
-    return "vision" if ".visual." in name or ".vision_tower." in name else "llm"
+        return "projector"
+    return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
 
 
 def train_hf_model(
     config: Any, dataset: Any, sampler: Any, model: Path, rows: Path, steps: int
 ) -> dict[str, Any]:
     """Losses, norms, weights after ``steps`` by HF name, and the gradients of the first step."""
-    from transformers import AutoModelForImageTextToText
-
     torch.set_num_threads(1)
-    hf = AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
+    hf = hf_model(model)
     hf.train()
     samples, omni, base = HFSamples(model, rows), config.omni, config.optimizer.params["lr"]
-    vision = omni.encoders["vision"]
-    rates = {"llm": omni.llm.lr, "vision": vision.lr, "vision.projector": vision.projector.lr}
-    frozen = {
-        "llm": omni.llm.freeze,
-        "vision": vision.freeze,
-        "vision.projector": vision.projector.freeze,
-    }
+    (tower,) = omni.encoders.values()
+    rates = {"llm": omni.llm.lr, "tower": tower.lr, "projector": tower.projector.lr}
+    frozen = {"llm": omni.llm.freeze, "tower": tower.freeze, "projector": tower.projector.freeze}
     groups = []
     for name, parameter in hf.named_parameters():
         part = part_of(name)
-        parameter.requires_grad_(not frozen[part])
-        if not frozen[part]:
+        fixed = frozen[part] or "audio_tower.embed_positions" in name  # sinusoids, frozen in HF's class
+        parameter.requires_grad_(not fixed)
+        if not fixed:
             lr = base if rates[part] is None else rates[part]
             decay = config.optimizer.params["weight_decay"] if parameter.dim() >= 2 else 0.0
             groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import MAKERS, make_model, model_config, other_names, write_rows
-from parity.model_reference import HFSamples
+from families import MAKERS, make_model, model_config, other_names, rows_of, tower_of
+from parity.model_reference import HFSamples, hf_model
 from ranks import run_ranks
 from tiny import write_config
 from worker import train_and_collect
@@ -50,9 +50,10 @@ def assert_identical(one: Path, other: Path) -> None:
     assert filecmp.cmpfiles(one, other, side, shallow=False)[1:] == ([], [])
 
 
-def config_of(folder: Path, model: Path, **omni: Any) -> str:
-    rows = write_rows(folder / "rows")
-    return str(write_config(model_config(model, rows, folder / "run", **omni), folder / "config.json"))
+def config_of(family: str, folder: Path, model: Path, **omni: Any) -> str:
+    rows = rows_of(family, folder / "rows")
+    raw = model_config(model, rows, folder / "run", tower_of(family), **omni)
+    return str(write_config(raw, folder / "config.json"))
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["saved", "other"])
@@ -62,7 +63,7 @@ def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: 
     (model / "README.md").write_text("A card.\n")
     if others:
         other_names(family, model)
-    config = config_of(tmp_path, model, export={"max_shard_size": "100KB"})
+    config = config_of(family, tmp_path, model, export={"max_shard_size": "100KB"})
     out = run_ranks(export, 2, config, 0, ("pipeline.stages=2", "bf16.enabled=true"), timeout=120)[0]
     assert_identical(model, Path(out))
 
@@ -70,14 +71,16 @@ def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: 
 @pytest.mark.parametrize("family", MAKERS)
 def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
-    config = config_of(tmp_path, model)
+    config = config_of(family, tmp_path, model)
     out = run_ranks(export, 2, config, 3, ("pipeline.stages=2",), timeout=120)[0]
     rows = tmp_path / "rows" / "rows.jsonl"
     reloaded = run_ranks(losses, 1, out, str(rows), timeout=120)[0]
     assert reloaded != pytest.approx(run_ranks(losses, 1, str(model), str(rows), timeout=120)[0], rel=1e-2)
     again = tmp_path / "again"
     again.mkdir()
-    trained = model_config(Path(out), rows, again, eval={"sets": {"all": {"path": str(rows)}}})
+    trained = model_config(
+        Path(out), rows, again, tower_of(family), eval={"sets": {"all": {"path": str(rows)}}}
+    )
     trained |= {"train_batch_size": 16}
     path = write_config(trained, again / "config.json")
     ours = run_ranks(train_and_collect, 1, str(path), (), 1, timeout=120)[0]["losses"][0]
@@ -87,9 +90,8 @@ def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path:
 def losses(folder: str, rows: str) -> float:
     """Mean loss of the answers of all rows, by HF alone: the last ``<|assistant|>`` and what follows."""
     import torch.nn.functional as F
-    from transformers import AutoModelForImageTextToText
 
-    hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    hf = hf_model(Path(folder)).eval()
     samples = HFSamples(Path(folder), Path(rows))
     total, targets = 0.0, 0
     for number in range(len(samples.rows)):
@@ -104,7 +106,7 @@ def losses(folder: str, rows: str) -> float:
 
 def test_the_export_says_which_dtype_it_has(tmp_path: Path) -> None:
     model = make_model("qwen2_5_vl", tmp_path / "model")
-    config = config_of(tmp_path, model, export={"dtype": BF16})
+    config = config_of("qwen2_5_vl", tmp_path, model, export={"dtype": BF16})
     out = Path(run_ranks(export, 1, config, 0, timeout=120)[0])
     assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
     assert json.loads((out / "config.json").read_text())["dtype"] == BF16

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import MAKERS, make_model, model_config, write_rows
+from families import MAKERS, make_model, model_config, rows_of, tower_of
 from parity.model_reference import train_hf_model
 from ranks import run_ranks
 from tiny import write_config
@@ -34,8 +34,9 @@ FULL = [(family, layout) for family in MAKERS for layout in LAYOUTS if layout !=
 def made(family: str, tied: bool = False) -> tuple[Path, Path, Path]:
     """(checkpoint, rows, configuration) of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
-    model, rows = make_model(family, folder / "model", tied=tied), write_rows(folder / "rows")
-    return model, rows, write_config(model_config(model, rows, folder / "run"), folder / "config.json")
+    model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
+    raw = model_config(model, rows, folder / "run", tower_of(family))
+    return model, rows, write_config(raw, folder / "config.json")
 
 
 @functools.cache
