@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import MAKERS, make_model, model_config, rows_of, tower_of
 from parity.model_reference import train_hf_model
 from ranks import run_ranks
-from tiny import write_config
+from tiny import merged, write_config
 from worker import merge_weights, train_and_collect
 
 STEPS = 3
@@ -30,19 +31,27 @@ FAST = [(family, "pp2") for family in MAKERS]
 FULL = [(family, layout) for family in MAKERS for layout in LAYOUTS if layout != "pp2"]
 
 
+FROZEN: dict[str, dict[str, Any]] = {
+    "tower": {"encoders": {"vision": {"freeze": True}}},
+    "vision": {"encoders": {"vision": {"freeze": True, "projector": {"freeze": True}}}},
+    "llm": {"llm": {"freeze": True}},
+}
+
+
 @functools.cache
-def made(family: str, tied: bool = False) -> tuple[Path, Path, Path]:
+def made(family: str, tied: bool = False, frozen: str = "") -> tuple[Path, Path, Path]:
     """(checkpoint, rows, configuration) of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
     raw = model_config(model, rows, folder / "run", tower_of(family))
+    raw["omni"] = merged(raw["omni"], FROZEN.get(frozen, {}))
     return model, rows, write_config(raw, folder / "config.json")
 
 
 @functools.cache
-def reference(family: str, tied: bool = False) -> dict[str, Any]:
+def reference(family: str, tied: bool = False, frozen: str = "") -> dict[str, Any]:
     """The plain loop in a child, so that this process can still fork."""
-    return run_ranks(_reference, 1, *map(str, made(family, tied)), timeout=120)[0]
+    return run_ranks(_reference, 1, *map(str, made(family, tied, frozen)), timeout=120)[0]
 
 
 def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
@@ -58,10 +67,11 @@ def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
     return result
 
 
-def check(family: str, layout: str, tied: bool = False) -> None:
+def check(family: str, layout: str, tied: bool = False, frozen: str = "") -> None:
     world, overrides = LAYOUTS[layout]
-    results = run_ranks(train_and_collect, world, str(made(family, tied)[2]), overrides, timeout=180)
-    expected = reference(family, tied)
+    config = str(made(family, tied, frozen)[2])
+    results = run_ranks(train_and_collect, world, config, overrides, timeout=180)
+    expected = reference(family, tied, frozen)
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), result["rank"]
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), result["rank"]
@@ -83,6 +93,37 @@ def test_a_family_equals_hf(family: str, layout: str) -> None:
 @pytest.mark.parametrize(("family", "layout"), FULL)
 def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
     check(family, layout)
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_every_gradient_equals_hf(family: str) -> None:
+    """One step of plain gradient descent at rate 1 leaves the gradient as the difference of the weights."""
+    part = f"omni.encoders.{tower_of(family)}"
+    overrides = (
+        "optimizer.type=SGD",
+        'optimizer.params={"lr": 1.0}',
+        "gradient_clipping=0.0",
+        f"{part}.lr=1.0",
+        f"{part}.projector.lr=1.0",
+    )
+    (result,) = run_ranks(train_and_collect, 1, str(made(family)[2]), overrides, 1, timeout=120)
+    expected = reference(family)
+    compared = 0
+    for name, local in expected["names"].items():
+        ours = result["initial"][name] - result["final"][name]
+        theirs = expected["gradients"].get(local, torch.zeros_like(ours))
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), (
+            name,
+            (ours - theirs).abs().max().item(),
+        )
+        compared += local in expected["gradients"]
+    assert compared == len(expected["gradients"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts_equal_hf(frozen: str) -> None:
+    check("qwen2_5_vl", "pp2", frozen=frozen)
 
 
 @pytest.mark.full
