@@ -1,12 +1,14 @@
 """Images of any size for towers that take them so: Qwen2-VL's image processor."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
+from omni_ds.errors import UserError
 
 
 class GridImagePreprocess:
@@ -51,3 +53,27 @@ class GridImagePreprocess:
 
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:
         return np.zeros((3, *shape), dtype=np.float32)
+
+
+def grid_preprocess(
+    where: str, processor: Any, encoder: Any, hf_config: Mapping[str, Any]
+) -> GridImagePreprocess:
+    """Of a checkpoint's image processor (None: it has none), within the configuration's bounds of pixels."""
+    if processor is None:
+        raise UserError(f"{where}: {encoder.path} has no preprocessor_config.json; copy it there")
+    cells = {"patch_size": hf_config["patch_size"], "merge_size": hf_config["spatial_merge_size"]}
+    for key, value in cells.items():
+        if getattr(processor, key, None) != value:
+            raise UserError(
+                f"{where}: the tower has {key} {value}, the image processor of {encoder.path} "
+                f"{getattr(processor, key, None)}; use the processor of the same checkpoint"
+            )
+    bounds = {"shortest_edge": encoder.processor.min_pixels, "longest_edge": encoder.processor.max_pixels}
+    size = dict(processor.size) | {key: value for key, value in bounds.items() if value is not None}
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"{where}.processor: an image has at least {size['shortest_edge']} and at most "
+            f"{size['longest_edge']} pixels; set min_pixels and max_pixels"
+        )
+    processor.size = type(processor.size)(**size)
+    return GridImagePreprocess(processor)

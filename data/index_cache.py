@@ -79,7 +79,7 @@ def fingerprint(
     processors = {
         name: [
             p.processor.to_dict(),
-            {k: v for k, v in vars(p).items() if k in ("max_seconds", "pad_to_window")},
+            {k: v for k, v in vars(p).items() if k in ("max_seconds", "pad_to_window", "sizing")},
         ]
         for name, p in media.items()
     }

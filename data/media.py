@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from data.errors import MediaError, RowError
 
 _TRANSPOSING_ORIENTATIONS = (5, 6, 7, 8)  # EXIF values that exchange width and height
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:
     if isinstance(value, bytes | bytearray | memoryview):
         return MediaRef(modality, content=bytes(value))
     if isinstance(value, Image.Image):
-        return MediaRef(modality, array=np.asarray(_displayed(value)))
+        return MediaRef(modality, array=np.asarray(_rgb(_displayed(value))))
     if isinstance(value, np.ndarray):
         if modality == "audio":
             raise RowError("audio array without sampling_rate", 'give {"array": ..., "sampling_rate": ...}')
@@ -124,14 +125,43 @@ def _image_header(ref: MediaRef) -> MediaHeader:
     file = _open(ref)
     try:
         with Image.open(file) as image:
-            width, height = image.size
-            # Looking for EXIF behind a PNG's pixels would decode them all.
-            known = image.format != "PNG" or "exif" in image.info
-            if known and image.getexif().get(0x0112) in _TRANSPOSING_ORIENTATIONS:
+            width, height = _stored_size(image)
+            if _says_orientation(image) and image.getexif().get(0x0112) in _TRANSPOSING_ORIENTATIONS:
                 width, height = height, width
     except Exception as error:  # PIL plugins raise nearly anything on damaged files
         raise MediaError("image file cannot be read", f"{ref}: {error}") from None
     return MediaHeader("image", height=height, width=width)
+
+
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) before any rotation; newer releases of Pillow give a TIFF's size after it."""
+    if image.format == "TIFF":
+        return image.tag_v2[256], image.tag_v2[257]
+    return image.size
+
+
+def _says_orientation(image: Image.Image) -> bool:
+    """Whether to ask a file for its orientation.
+
+    For a PNG that has none before its pixels Pillow would decode them to look behind; here the lengths of the
+    chunks are followed instead.
+    """
+    if image.format != "PNG" or image.info.keys() & {"exif", "Raw profile type exif", "xmp"}:
+        return True
+    file = image.fp
+    at = file.tell()
+    file.seek(len(_PNG_SIGNATURE))
+    found = False
+    while len(head := file.read(8)) == 8 and not found:
+        found = head[4:] == b"eXIf"
+        length = int.from_bytes(head[:4], "big")
+        if head[4:] in (b"tEXt", b"zTXt", b"iTXt"):
+            text = file.read(min(length, 32))
+            found = text.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp"))
+            length -= len(text)
+        file.seek(length + 4, 1)  # and the checksum
+    file.seek(at)
+    return found
 
 
 def _audio_header(ref: MediaRef) -> MediaHeader:

@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from data.errors import MediaError
-from data.grid_images import GridImagePreprocess
+from data.grid_images import grid_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
+from data.native import NativeImagePreprocess
 from data.padded_audio import PaddedAudioPreprocess
 from omni_ds.errors import UserError
+from omni_ds.plan.encoder_geometry import read_geometry, tower_config
+from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
 from omni_ds.plan.towers.qwen_audio import REACH
 
 
@@ -49,8 +52,9 @@ class ImagePreprocess:
         self._crop = _sides(processor, "crop_size") if crops else {}
         if not self._crop and not {"height", "width"} <= set(self._size):
             raise UserError(
-                f"{where}: the towers supported yet take images of one size, but the processor's size is "
-                f"{self._size or 'not set'} and it does not crop; use one that resizes to height and width"
+                f"{where}: the processor's size is {self._size or 'not set'} and it does not crop, but "
+                "without processor.min_pixels and max_pixels a tower takes images of one size; set one of "
+                "the keys, or use a processor that resizes to height and width"
             )
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, int]:
@@ -125,21 +129,16 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """Preprocessing of one encoder.
 
     encoder: its section of the configuration. hf_config: of the tower, as a dict. The processor is the
-    checkpoint's; one without its own, or an inline config, gets a default: images resized to image_size with
-    mean and deviation 0.5, audio Whisper's with num_mel_bins.
+    checkpoint's; one without its own, or an inline config, gets a default: images resized to image_size
+    (NaFlex: to num_patches) with mean and deviation 0.5, audio Whisper's with num_mel_bins.
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
-        settings = encoder.processor
         if hf_config.get("spatial_merge_size"):
-            return GridImagePreprocess(_grid_processor(where, encoder, hf_config))
-        if settings.min_pixels is not None or settings.max_pixels is not None:
-            raise UserError(
-                f"{where}.processor: min_pixels and max_pixels are for encoders that take any image size, "
-                "which come later; this tower's images all have one size. Remove the keys"
-            )
+            return grid_preprocess(where, _load_image_processor(where, encoder), encoder, hf_config)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
-        return ImagePreprocess(processor, where)
+        sizing = _sizing(where, encoder, hf_config, processor)
+        return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
@@ -149,27 +148,13 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
 
 
-def _grid_processor(where: str, encoder: Any, hf_config: Mapping[str, Any]) -> Any:
-    """The checkpoint's image processor within the configuration's bounds of pixels."""
-    processor = _load_image_processor(where, encoder)
-    if processor is None:
-        raise UserError(f"{where}: {encoder.path} has no preprocessor_config.json; copy it there")
-    cells = {"patch_size": hf_config["patch_size"], "merge_size": hf_config["spatial_merge_size"]}
-    for key, value in cells.items():
-        if getattr(processor, key, None) != value:
-            raise UserError(
-                f"{where}: the tower has {key} {value}, the image processor of {encoder.path} "
-                f"{getattr(processor, key, None)}; use the processor of the same checkpoint"
-            )
-    bounds = {"shortest_edge": encoder.processor.min_pixels, "longest_edge": encoder.processor.max_pixels}
-    size = dict(processor.size) | {key: value for key, value in bounds.items() if value is not None}
-    if size["shortest_edge"] > size["longest_edge"]:
-        raise UserError(
-            f"{where}.processor: an image has at least {size['shortest_edge']} and at most "
-            f"{size['longest_edge']} pixels; set min_pixels and max_pixels"
-        )
-    processor.size = type(processor.size)(**size)
-    return processor
+def _sizing(where: str, encoder: Any, hf_config: Mapping[str, Any], processor: Any) -> Sizing | None:
+    """How images are sized natively; None: to the processor's size."""
+    model_type, _ = tower_config(hf_config)
+    bounds = encoder.processor.min_pixels, encoder.processor.max_pixels
+    if model_type != NAFLEX and bounds == (None, None):
+        return None
+    return image_sizing(where, encoder, read_geometry(where, encoder, hf_config), processor)
 
 
 def _load_image_processor(where: str, encoder: Any) -> Any:
@@ -210,7 +195,12 @@ def _has_processor(path: str) -> bool:
 
 def _default_image_processor(hf_config: Mapping[str, Any]) -> Any:
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
+    model_type, tower = tower_config(hf_config)
+    if model_type == NAFLEX:
+        sizes = {"patch_size": tower.get("patch_size", 16), "max_num_patches": tower.get("num_patches", 256)}
+        return Siglip2ImageProcessorPil(**sizes)
     size = hf_config.get("vision_config", hf_config).get("image_size", 224)
     height, width = (size, size) if isinstance(size, int) else size
     return SiglipImageProcessorPil(

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
+from models.fused import fuse_decoder
 from models.llm_ends import EmbedLayer, HeadLayer, tied_losses
 from models.masks import MaskSpec, Packing
 from models.moe import MoEBlock, build_moe, configure_experts
@@ -162,6 +163,7 @@ class DecoderLayer(nn.Module):
         if sparse:
             self._moe, self.layer.mlp = build_moe(config, index, self.layer.mlp, groups)
         self._regions = _shard(self.layer, config, groups)
+        fuse_decoder(self.layer)
         self._rotary = _Rotary(family.rotary, config)
 
     def hf_names(self) -> dict[str, str]:
@@ -241,6 +243,7 @@ class NormLayer(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.norm = find_family(config).norm(config.hidden_size, eps=config.rms_norm_eps)
+        fuse_decoder(self.norm)
 
     def hf_names(self) -> dict[str, str]:
         return {"norm.weight": "llm.model.norm.weight"}

@@ -50,8 +50,13 @@ def llm_config(name: str, vocabulary: int, tied: bool = False):
     return cls(**(sizes | LLMS[name]))
 
 
-def make_checkpoints(folder: Path, *, tied: bool = False, llm: str = "dense", seed: int = 5) -> None:
-    """Save random LLM (:data:`LLMS`), SigLIP and Whisper checkpoints of the real classes under ``folder``."""
+def make_checkpoints(
+    folder: Path, *, tied: bool = False, llm: str = "dense", seed: int = 5, positions: int = 100
+) -> None:
+    """Save random LLM (:data:`LLMS`), SigLIP and Whisper checkpoints of the real classes under ``folder``.
+
+    positions: tokens of a full Whisper window, a fiftieth of a second each; digits take up to a second.
+    """
     import torch
     from transformers import (
         AutoModelForCausalLM,
@@ -83,7 +88,7 @@ def make_checkpoints(folder: Path, *, tied: bool = False, llm: str = "dense", se
         decoder_attention_heads=2,
         decoder_ffn_dim=32,
         num_mel_bins=16,
-        max_source_positions=100,
+        max_source_positions=positions,
         vocab_size=64,
         pad_token_id=0,
         bos_token_id=0,

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.naflex import NaflexEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.image_size import NAFLEX
 
 _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
@@ -23,6 +25,7 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "qwen_vision": QwenVisionEncoder,
     "qwen_audio": QwenAudioEncoder,
 }
+_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
 
 
 def build_encoder(
@@ -34,7 +37,8 @@ def build_encoder(
     "encoder")``. UserError when architecture or geometry is not supported.
     """
     meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
-    encoder = _FAMILIES[meta.family](meta, hf_config, recompute)
+    family = _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
+    encoder = family(meta, hf_config, recompute)
     set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
     return encoder
 

@@ -14,12 +14,12 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder, ItemSlice
+from models.encoders.resize import resize_grid
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
@@ -29,7 +29,7 @@ def vit_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Config of the tower that is built: ``layers`` layers, no head, no dropout, packed attention."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
-    if config.model_type == "siglip_vision_model":
+    if config.model_type in ("siglip_vision_model", "siglip2_vision_model"):
         config.vision_use_head = False
     for key in _NO_DROPOUT:
         if hasattr(config, key):
@@ -79,16 +79,14 @@ class VitEncoder(Encoder):
         The calls of modules do not depend on the images, because under ZeRO-3 a call is a collective, and a
         weight is read only while its module runs. Same arithmetic as HF's otherwise.
         """
-        embeddings, patch = self.tower.embeddings, self.meta.patch
-        convolution = embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
+        patch = self.meta.patch
         grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
         pieces = [_patches(image, patch) for image in images]
         counts = [rows * columns for rows, columns in grids]
         start, stop = (0, 0) if tokens is None else (max(0, end - self.meta.prefix) for end in tokens)
         if tokens is not None:
             pieces, counts = [pieces[0][start:stop]], [stop - start]
-        pixels = torch.cat(pieces).to(convolution.weight.device, convolution.weight.dtype)
-        embedded = convolution(pixels).flatten(1)
+        embedded = self._project(torch.cat(pieces))
         positions = self._positions(dict.fromkeys(grids))
         prefix = self._prefix()
         items = []
@@ -102,6 +100,12 @@ class VitEncoder(Encoder):
                 items += [prefix[:1] + head, prefix[1:]]
             items.append(piece + tail)
         return torch.cat(items)
+
+    def _project(self, patches: Tensor) -> Tensor:
+        """[n, channels, patch, patch] -> [n, C]."""
+        embeddings = self.tower.embeddings
+        convolution = embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
+        return convolution(patches.to(convolution.weight.device, convolution.weight.dtype)).flatten(1)
 
     def _prefix(self) -> Tensor | None:
         """CLS token and registers [prefix, C]."""
@@ -124,13 +128,12 @@ class VitEncoder(Encoder):
                 for rows, columns in grids
             }
         table = embeddings.position_embedding(embeddings.position_ids)[0]
-        native = table[self.meta.prefix :].view(1, side, side, -1).permute(0, 3, 1, 2)
+        native = table[self.meta.prefix :].view(side, side, -1)
         tables = {}
         for grid in grids:
             tables[grid] = table
             if grid != (side, side):
-                resized = F.interpolate(native, size=grid, mode="bicubic", align_corners=False)
-                tables[grid] = torch.cat([table[: self.meta.prefix], resized[0].flatten(1).T])
+                tables[grid] = torch.cat([table[: self.meta.prefix], resize_grid(native, grid)])
         return tables
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:

@@ -24,6 +24,8 @@ def llava_sections(config: PreTrainedConfig) -> dict[str, Section]:
             f"{WHERE}: a projector with {config.projector_hidden_act} and multimodal_projector_bias "
             f"{config.multimodal_projector_bias} is not supported; LLaVA-1.5's has gelu and biases"
         )
+    if tower.model_type not in ("clip_vision_model", "siglip_vision_model"):
+        raise UserError(f"{WHERE}: a {tower.model_type} tower is not supported; CLIP and SigLIP are")
     has_class_token = tower.model_type == "clip_vision_model"
     if strategy == "default" and not has_class_token:
         raise UserError(
@@ -35,5 +37,6 @@ def llava_sections(config: PreTrainedConfig) -> dict[str, Section]:
             "feature_layer": layer,
             "feature_select": "patch" if strategy == "default" else "full",
             "projector": {"reduction": "none", "hidden_size": text.hidden_size},
+            "processor": {"min_pixels": None, "max_pixels": None},  # all images have the processor's size
         }
     }

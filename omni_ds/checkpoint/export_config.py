@@ -21,6 +21,7 @@ from omni_ds.config import Config
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import tower_config
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.image_size import NAFLEX
 
 AUTO_MAP = {
     "AutoConfig": "configuration_omni.OmniComposedConfig",
@@ -108,8 +109,10 @@ def encoder_spec(
     model_type, tower = tower_config(whole)
     tower = {key: value for key, value in tower.items() if key not in _DROPPED} | {"model_type": model_type}
     if meta.family == "vit":
-        tower |= {"num_hidden_layers": meta.layers, "image_size": meta.image, "patch_size": meta.patch}
-        if model_type == "siglip_vision_model":
+        tower |= {"num_hidden_layers": meta.layers, "patch_size": meta.patch}
+        if model_type != NAFLEX:
+            tower["image_size"] = meta.image
+        if model_type in ("siglip_vision_model", NAFLEX):
             tower["vision_use_head"] = False
         for key in _DROPPED_DINO if model_type.startswith("dinov2") else ():
             tower.pop(key, None)
@@ -175,6 +178,8 @@ def _is_llava(section: Any, spec: Mapping[str, Any], processor: Any) -> bool:
         spec["tower"]["model_type"] in ("clip_vision_model", "siglip_vision_model")
         and spec["projector"]["reduction"] == "none"
         and section.projector.hidden_size is None
+        and section.processor.min_pixels is None
+        and section.processor.max_pixels is None
         and processed_size(processor) == (side, side)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from omni_ds.checkpoint.export_config import AUTO_MAP, Layout
 from omni_ds.checkpoint.export_template import export_template
 from omni_ds.checkpoint.hf_code.processing_omni import OmniProcessor
 from omni_ds.errors import UserError
+from omni_ds.plan.encoder_geometry import read_geometry
+from omni_ds.plan.image_size import image_sizing
 
 if TYPE_CHECKING:
     from omni_ds.checkpoint.export import ExportParts
@@ -37,8 +40,10 @@ def save_processor(folder: Path, layout: Layout, parts: ExportParts) -> None:
     if layout.kind == "llava":
         processor = _llava_processor(layout, parts, processors["image"], tokens["image"], template)
     else:
-        by_modality = {spec["modality"]: spec for spec in layout.config.encoders.values()}
-        described = {modality: _describe(spec, tokens[modality]) for modality, spec in by_modality.items()}
+        described = {
+            spec["modality"]: _describe(spec, tokens[spec["modality"]], _sizing(parts, name))
+            for name, spec in layout.config.encoders.items()
+        }
         processor = OmniProcessor(
             processors.get("image"), processors.get("audio"), parts.tokenizer, described, template
         )
@@ -60,7 +65,18 @@ def media_processor(processors: Mapping[str, Any], name: str) -> Any:
     return processor
 
 
-def _describe(spec: Mapping[str, Any], token: str) -> dict[str, Any]:
+def _sizing(parts: ExportParts, name: str) -> dict[str, Any] | None:
+    """How images of an encoder are sized at their own proportions; None: all to one size, or no images."""
+    section = parts.config.omni.encoders[name]
+    if section.modality != "image":
+        return None
+    where = f"omni.encoders.{name}"
+    geometry = read_geometry(where, section, parts.encoder_configs[name].to_dict())
+    sizing = image_sizing(where, section, geometry, media_processor(parts.processors, name))
+    return sizing and asdict(sizing)
+
+
+def _describe(spec: Mapping[str, Any], token: str, sizing: dict[str, Any] | None) -> dict[str, Any]:
     """Entry of `OmniProcessor`'s `encoders`."""
     tower, projector = spec["tower"], spec["projector"]
     if spec["modality"] == "audio":
@@ -77,6 +93,7 @@ def _describe(spec: Mapping[str, Any], token: str) -> dict[str, Any]:
         "reduction": projector["reduction"],
         "factor": projector["factor"],
         "prefix": 1 + registers if spec["keep_prefix"] else 0,
+        "sizing": sizing,
     }
 
 

@@ -47,12 +47,6 @@ def _encoders(config: Config) -> Iterator[str]:
                     f"{key}.processor.{option} is not supported yet: video is not read; use images, and "
                     f"remove it"
                 )
-        for option in ("min_pixels", "max_pixels"):
-            if getattr(encoder.processor, option) is not None:
-                yield (
-                    f"{key}.processor.{option} is not supported yet: all images of an encoder have one "
-                    "size; use that of its checkpoint, and remove it"
-                )
         if encoder.modality in first:
             yield (
                 f"{key}.modality: a second {encoder.modality} encoder is not supported yet: the media of a "

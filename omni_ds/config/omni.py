@@ -26,9 +26,10 @@ class EncoderParallel(Section):
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO stage of the encoders, over all ranks."""
     long_short: Auto | Literal["off"] | PositiveInt = "auto"
-    """Split long segments over several ranks: off, from so many tokens on, or auto. Nothing is split yet."""
+    """Encode long media on several ranks, images in slices that attend to each other and recordings in parts:
+    off, those of more than so many encoder tokens, or auto: where one would hold up the others."""
     max_sp: PositiveInt = 8
-    """At most so many ranks share one long segment. Nothing is split yet."""
+    """At most so many ranks encode slices of one image together: neighbours of one stage, 2, 4, 8, ..."""
     measured_times: bool = True
     """Place encoder work by times measured in a few steps instead of by FLOPs; changes no result."""
 

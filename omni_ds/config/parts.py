@@ -47,9 +47,12 @@ class ProcessorConfig(Section):
     sampling_rate: PositiveInt | None = None
     """Audio: samples per second the encoder expects; null: the checkpoint's, else 16000."""
     min_pixels: PositiveInt | None = None
-    """Image: a smaller one is enlarged to this many pixels, where the encoder takes any size."""
+    """Image: with this or `max_pixels`, images keep their proportions, in whole blocks of patch x
+    `projector.factor`; a smaller one is enlarged to at least so many pixels. Null with `max_pixels` null: one
+    size for all, that of the checkpoint (SigLIP2 NaFlex: its own number of patches)."""
     max_pixels: PositiveInt | None = None
-    """Image: a larger one is reduced to this many pixels, where the encoder takes any size."""
+    """Image: a larger one is reduced to at most so many pixels, its proportions kept; at least one block.
+    Null with `min_pixels` set: no bound."""
     fps: PositiveFloat | None = None
     """Video: frames taken per second."""
     max_frames: PositiveInt | None = None

@@ -31,16 +31,18 @@ def tags(item: Item) -> list[int]:
 
 
 def expected_hidden(plan: Plan, step_plan: StepPlan, rank: int, micro_batch: int) -> Tensor:
-    """[tokens, 1]: what flows through the stages of `rank`'s replica: position, or tag of a feature row."""
-    batch = step_plan.replica_of(rank).micro_batches[micro_batch]
-    values = torch.arange(batch.tokens, dtype=torch.float32) % 97
+    """[tokens, 1]: what flows through `rank`, its sequence shard: position, or tag of a feature row."""
+    replica = step_plan.replica_of(rank)
+    batch, shard = replica.micro_batches[micro_batch], step_plan.mesh.coords(rank).sequence
+    bounds = replica.bounds(batch)
+    values = torch.arange(bounds[-1], dtype=torch.float32) % 97
     for sample, start in zip(batch.samples, batch.cu_seqlens, strict=False):
         for item in sample.items:
             rows = iter(tags(item))
             for offset, length in item.spans:
                 for i in range(length):
                     values[start + offset + i] = next(rows)
-    return values[:, None]
+    return values[bounds[shard] : bounds[shard + 1], None]
 
 
 class EmulatedLLM:

@@ -15,7 +15,9 @@ from omni_ds.emulate.engines import EmulatedEncoders, EmulatedLLM
 from omni_ds.emulate.fork import run_ranks
 from omni_ds.engine import environment
 from omni_ds.engine.executor import StepExecutor, StepInput
+from omni_ds.engine.step_input import local_batch
 from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.parallel.layer_groups import create_gangs
 from omni_ds.plan.actions import Action
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.build import Plan, StepPlan
@@ -82,7 +84,9 @@ def emulate(
 def _run(cases: Mapping[str, Case], repeats: int) -> dict[str, list[tuple[Times, int]]]:
     """On every rank."""
     rank, device = dist.get_rank(), torch.device("cpu")
-    groups = ProcessGroups.create(next(iter(cases.values())).plan.mesh, environment.TIMEOUT)
+    mesh = next(iter(cases.values())).plan.mesh
+    groups = ProcessGroups.create(mesh, environment.TIMEOUT)
+    gangs = create_gangs(mesh, max(case.plan.largest_gang for case in cases.values()), environment.TIMEOUT)
     results: dict[str, list[tuple[Times, int]]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
@@ -90,7 +94,7 @@ def _run(cases: Mapping[str, Case], repeats: int) -> dict[str, list[tuple[Times,
             encoders = EmulatedEncoders(case.plan, rank)
             for engine in (llm, encoders):
                 engine.begin(case.step, case.duration)
-            executor = StepExecutor(case.plan, rank, llm, encoders, groups, device, clip=0.0)
+            executor = StepExecutor(case.plan, rank, llm, encoders, groups, device, clip=0.0, gangs=gangs)
             inputs = step_input(case.step, rank)
             dist.barrier(group=groups.control)
             result = executor.run(inputs)
@@ -101,8 +105,25 @@ def _run(cases: Mapping[str, Case], repeats: int) -> dict[str, list[tuple[Times,
 
 def step_input(step: StepPlan, rank: int) -> StepInput:
     """The step's micro-batches with the planned shapes; token ids and targets are zeros."""
-    batches = {mb.index: _packed(mb) for mb in step.replica_of(rank).micro_batches}
-    return StepInput(plan=step, batches=batches, media={}, target_tokens=step.target_tokens, measure=True)
+    replica, where = step.replica_of(rank), step.mesh.coords(rank)
+    batches = {
+        mb.index: local_batch(_packed(mb), replica.bounds(mb), where, replica.tensor)
+        for mb in replica.micro_batches
+    }
+    windows = range(len(replica.windows))
+    nothing = torch.empty(0)
+    long_media = {
+        window: [nothing for _, share in step.shares(rank, window) for _ in share.slices]
+        for window in windows
+    }
+    return StepInput(
+        plan=step,
+        batches=batches,
+        media={},
+        target_tokens=step.target_tokens,
+        measure=True,
+        long_media=long_media,
+    )
 
 
 def _packed(batch: MicroBatch) -> PackedBatch:

@@ -57,6 +57,7 @@ class StepResult:
     ``auxiliary_loss``: router losses, already weighted, not part of ``loss``;
     ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
     start ns, end ns), where a compute action of a measured step starts when its messages are there;
+    ``bytes_sent``: by this rank; ``feature_bytes``: of features and their gradients, by all ranks;
     ``compute``: (compute action, ns without waiting), of measured steps; ``reduce_seconds``: this rank in
     TIED, REDUCE and ER, None on a GPU in a step that is not measured."""
 
@@ -69,6 +70,7 @@ class StepResult:
     times: list[tuple[Action, int, int]] = field(default_factory=list)
     compute: list[tuple[Action, int]] = field(default_factory=list)
     bytes_sent: int = 0
+    feature_bytes: int = 0
     reduce_seconds: float | None = None
 
 
@@ -165,7 +167,7 @@ class StepExecutor:
         self._result = StepResult(loss=0.0, target_tokens=step.target_tokens)
         self._reductions = ReductionClock(self._device, step.measure)
         actions = plan.actions(self._rank)
-        sent_before = self._bytes_sent()
+        sent_before, features_before = self._bytes_sent(), self._feature_bytes_sent()
         passes = plan.replica_of(self._rank).passes
         backward = [action.index for action in actions if action.kind is Kind.EB]
         self._encoders.begin_step([window for window in backward if passes[window]])
@@ -176,9 +178,11 @@ class StepExecutor:
             channel.flush()
         self._encoders.discard_live()
         sums = [_total(values, self._counts_loss) for values in (self._losses, self._auxiliary)]
-        loss, auxiliary = sum_over_ranks(sums, self._groups.control)
+        features = self._feature_bytes_sent() - features_before
+        loss, auxiliary, features = sum_over_ranks([*sums, float(features)], self._groups.control)
         self._result.loss = loss / max(step.target_tokens, 1)
         self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
+        self._result.feature_bytes = int(features)
         self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
         result = self._result
@@ -197,6 +201,9 @@ class StepExecutor:
 
     def _bytes_sent(self) -> int:
         return sum(channel.bytes_sent for channel in self._channels())
+
+    def _feature_bytes_sent(self) -> int:
+        return self._features.bytes_sent + self._feature_gradients.bytes_sent
 
     def _timed(self, action: Action) -> None:
         self._began = time.perf_counter_ns()

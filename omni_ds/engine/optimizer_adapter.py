@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import (
     combine_grad_norm_groups,
-    get_global_norm_of_tensors,
     is_model_parallel_parameter,
 )
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -185,22 +184,34 @@ class _Bf16:
         norms = expert_gradient_norms(experts)
         if bwc_tensor_model_parallel_rank(self._optimizer.mpu) == 0:
             gradients = [*gradients, *norms]
-        if not gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
-            gradients = [torch.zeros(1, device=self._optimizer.fp32_groups_flat_partition[0].device)]
-        return _squared(get_global_norm_of_tensors(gradients, mpu=self._optimizer.mpu))
+        total = torch.zeros(
+            (), dtype=torch.float64, device=self._optimizer.fp32_groups_flat_partition[0].device
+        )
+        if gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
+            total += torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
+        if self._optimizer.mpu is not None:
+            dist.all_reduce(total, group=self._optimizer.mpu.get_model_parallel_group())
+        total = total.cpu()
+        return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
 
     def step(self, norm: float, clip: float) -> None:
-        if clip > 0 and norm > clip:
-            for gradient in self._optimizer.get_grads_for_norm(for_clipping=True):
-                gradient.mul_(clip / (norm + CLIP_EPSILON))
-        self._optimizer.clip_grad = 0.0
-        # Its own norm over experts is a collective of all stages, of which some may have no experts.
-        has_experts, self._optimizer.has_moe_layers = self._optimizer.has_moe_layers, False
+        optimizer = self._optimizer
+        if clip > 0 and norm > clip:  # what is stepped here, not every gradient
+            torch._foreach_mul_(
+                list(optimizer.fp32_groups_gradient_flat_partition), clip / (norm + CLIP_EPSILON)
+            )
+        optimizer.clip_grad = 0.0
+        # Its own norm would read every gradient again, one by one; over experts it is a collective of all
+        # stages, of which some may have no experts.
+        nothing = [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)]
+        has_experts, optimizer.has_moe_layers = optimizer.has_moe_layers, False
+        optimizer.get_grads_for_norm = lambda *_, **__: (nothing, {})
         try:
-            self._optimizer.step()
+            optimizer.step()
         finally:
-            self._optimizer.has_moe_layers = has_experts
-        self._optimizer.zero_grad()
+            del optimizer.get_grads_for_norm
+            optimizer.has_moe_layers = has_experts
+        optimizer.zero_grad()
 
     def skip(self) -> None:
         self._optimizer.clear_hp_grads()

@@ -38,7 +38,7 @@ def prepare(
     for index, packed in batch.packed.items():
         whole = _packed(packed, replica.micro_batches[index], failed)
         bounds = replica.bounds(replica.micro_batches[index])
-        batches[index] = _local(whole, bounds, where, replica.tensor).to(device)
+        batches[index] = local_batch(whole, bounds, where, replica.tensor).to(device)
     lost = sum(
         sample.target_tokens
         for each in (plan.replicas if failed else ())
@@ -56,7 +56,7 @@ def prepare(
     )
 
 
-def _local(whole: PackedBatch, bounds: tuple[int, ...], where: Coords, tensor: int) -> PackedBatch:
+def local_batch(whole: PackedBatch, bounds: tuple[int, ...], where: Coords, tensor: int) -> PackedBatch:
     """This rank's shard of a micro-batch, with its part of the feature rows (shards.deal_rows)."""
     batch = shard(pad(whole, bounds[-1] - whole.tokens), bounds, where.sequence)
     if tensor > 1:

@@ -6,6 +6,7 @@ from torch import nn
 
 from data.index import IndexedDataset
 from models.attention import describe_backend
+from models.fused import has_liger
 from omni_ds.composition import Composition
 from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr
@@ -62,9 +63,13 @@ def _part(name: str, parameters: int, trains: bool, lr: float) -> tuple[str, ...
 
 
 def describe_attention(runtime: Runtime) -> str:
-    """Which attention kernel runs, by device and dtype."""
+    """Which attention kernel runs, by device and dtype; and whose norms, MLPs and rotary embeddings."""
     head_dim = runtime.plan.llm.head_dim
-    return "attention: " + describe_backend(runtime.device, runtime.llm.dtype, head_dim)
+    lines = ["attention: " + describe_backend(runtime.device, runtime.llm.dtype, head_dim)]
+    if runtime.device.type == "cuda":
+        chosen = "Liger's fused kernels" if has_liger() else "HF's own; faster with liger-kernel installed"
+        lines.append(f"norms, gated MLPs, rotary embeddings of the LLM: {chosen}")
+    return "\n".join(lines)
 
 
 def describe_plan(plan: Plan, numerics: Numerics) -> str:

@@ -147,6 +147,10 @@ class Trainer:
             "micro_batches": plan.micro_batches,
             "encoder_imbalance": plan.encoder_imbalance,
             "llm_imbalance": plan.llm_imbalance,
+            "encoder_imbalance_given": plan.encoder_imbalance_given,
+            "llm_imbalance_given": plan.llm_imbalance_given,
+            "long_items": plan.long_items,
+            "feature_bytes": result.feature_bytes,
             "bubble_fraction": plan.bubble_fraction,
             "peak_memory_bytes": peak_memory_bytes(self._runtime.device),
         }

@@ -28,6 +28,7 @@ class EncoderCost:
         self.metas = {meta.name: meta for meta in encoders}
         self.recompute = recompute
         self.known: dict[tuple[str, tuple[int, ...], int], tuple[int, int]] = {}
+        self.totals: dict[tuple[str, tuple[int, ...], int, int], int] = {}  # asked several times an item
 
     def both(self, item: Item) -> tuple[int, int]:
         key = (item.encoder, item.segments, item.rows * item.gang)
@@ -43,15 +44,15 @@ class EncoderCost:
         return found
 
     def total(self, item: Item) -> int:
-        return sum(self.both(item))
+        key = (item.encoder, item.segments, item.rows, item.gang)
+        found = self.totals.get(key)
+        if found is None:
+            found = self.totals[key] = sum(self.both(item))
+        return found
 
     def whole(self, items: Sequence[Item]) -> int:
         """Forward and backward of all items."""
-        total = 0
-        for item in items:
-            forward, backward = self.both(item)
-            total += forward + backward
-        return total
+        return sum([self.total(item) for item in items])
 
 
 def encoder_work_per_token(

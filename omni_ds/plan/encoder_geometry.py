@@ -5,18 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from omni_ds.errors import UserError
+from omni_ds.plan.image_size import NAFLEX
 
 # A composite checkpoint (both towers, or encoder and decoder) holds the part we use in this sub-config.
 _SUB_CONFIG = {
     "siglip": ("siglip_vision_model", "vision_config"),
+    "siglip2": ("siglip2_vision_model", "vision_config"),
     "clip": ("clip_vision_model", "vision_config"),
 }
 
 _VIT_DEFAULTS: dict[str, dict[str, Any]] = {
     "siglip_vision_model": {"patch_size": 16, "intermediate_size": 3072, "image_size": 224},
+    "siglip2_vision_model": {"patch_size": 16, "intermediate_size": 3072, "num_patches": 256},
     "clip_vision_model": {"patch_size": 32, "intermediate_size": 3072, "image_size": 224},
     "dinov2": {"patch_size": 14, "mlp_ratio": 4, "image_size": 224},
     "dinov2_with_registers": {"patch_size": 16, "mlp_ratio": 4, "image_size": 224, "num_register_tokens": 4},
@@ -31,7 +35,7 @@ _WHISPER_DEFAULTS = {
     "max_source_positions": 1500,
 }
 
-SUPPORTED = ("siglip", *_VIT_DEFAULTS, "clip", "whisper")
+SUPPORTED = ("siglip", "siglip2", *_VIT_DEFAULTS, "clip", "whisper")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,12 @@ def read_geometry(where: str, encoder: Any, hf_config: Mapping[str, Any]) -> Geo
 
 def _vit(where: str, encoder: Any, model_type: str, config: dict[str, Any]) -> Geometry:
     patch = _side(where, "patch_size", config["patch_size"])
-    image = _side(where, "image_size", config["image_size"])
+    if model_type == NAFLEX:  # positions are a square of patches, whatever the size of an image
+        image = patch * isqrt(config["num_patches"])
+        if image**2 != config["num_patches"] * patch**2:
+            raise UserError(f"{where}: num_patches {config['num_patches']} is not a square number")
+    else:
+        image = _side(where, "image_size", config["image_size"])
     hidden, heads, channels = config["hidden_size"], config["num_attention_heads"], config["num_channels"]
     if hidden % heads:
         raise UserError(f"{where}: hidden_size {hidden} does not divide by num_attention_heads {heads}")

@@ -2,8 +2,8 @@
 
 Every quantity is an exact int, so that all ranks compute the same plan. One record serves both families:
 
-- ``vit``: SigLIP, CLIP, DINOv2 (with and without registers). An item is one image, one segment of
-  ``prefix`` (CLS, registers) + grid tokens.
+- ``vit``: SigLIP, SigLIP2 NaFlex, CLIP, DINOv2 (with and without registers). An item is one image, one
+  segment of ``prefix`` (CLS, registers) + grid tokens.
 - ``whisper``: the encoder half of Whisper. An item is a clip of mel frames, cut into windows of ``2 *
   max_source_positions`` frames; each window is a segment. The second convolution halves the frames (rounding
   up).
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isqrt
 from typing import TYPE_CHECKING, Any
 
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import Geometry, read_geometry
+from omni_ds.plan.image_size import image_sizing
 from omni_ds.plan.shards import even_bounds
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ class EncoderMeta:
     """Sizes of one tower and its projector. ``layers`` are those built: up to the feature layer.
 
     ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
-    ``mlp_matrices`` is 3 for gated MLPs. Fields of the other family are 0.
+    ``mlp_matrices`` is 3 for gated MLPs. ``image``: side of the square that the position embeddings are made
+    for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). Fields of
+    the other family are 0.
     """
 
     name: str
@@ -60,6 +63,8 @@ class EncoderMeta:
     mels: int = 0
     positions: int = 0
     pad_to_window: bool = False
+    native: bool = False
+    max_pixels: int = 0
 
     @classmethod
     def from_config(
@@ -78,6 +83,7 @@ class EncoderMeta:
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
         projector = encoder.projector
+        sizing = image_sizing(where, encoder, geometry) if geometry.family == "vit" else None
         keep_prefix = geometry.family == "vit" and encoder.feature_select == "full"
         meta = cls(
             name=name,
@@ -89,6 +95,8 @@ class EncoderMeta:
             tower_trainable=not encoder.freeze,
             projector_trainable=not projector.freeze,
             keep_prefix=keep_prefix and geometry.prefix > 0,
+            native=sizing is not None,
+            max_pixels=(sizing and sizing.max_pixels) or 0,
             **{field: getattr(geometry, field) for field in Geometry.__dataclass_fields__},
         )
         meta._check(where)
@@ -109,7 +117,7 @@ class EncoderMeta:
                     f"{where}.projector.reduction pixel_shuffle needs a grid of patches: use frame_stack for "
                     'audio, and feature_select "patch" for images'
                 )
-            grid = self.image // self.patch
+            grid = self.factor if self.native else self.image // self.patch
             self._check_grid(grid, grid)
 
     def _check_grid(self, rows: int, columns: int) -> None:
@@ -225,7 +233,8 @@ class EncoderMeta:
         """Shape of a made-up item of ``scale`` times the encoder's native size."""
         if self.family == "vit":
             step = self.minimal_shape()[0]
-            side = max(step, int(self.image * scale) // step * step)
+            largest = isqrt(self.max_pixels) or self.image
+            side = max(step, int(largest * scale) // step * step)
             return side, side
         return (max(self.minimal_shape()[0], int(self.window * scale)),)
 

@@ -19,7 +19,7 @@ from omni_ds.plan.cost import EncoderCost
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.sample import Item, SampleMeta
 
-GRAIN = 8  # parts that make up what a rank encodes in a step, at least
+GRAIN = 32  # parts that make up what a rank encodes in a step, at least: a few for each of its windows
 
 
 def split_recordings(
@@ -72,7 +72,10 @@ def split_images(
         return tuple(samples)
     fair = 0
     if long_short == "auto":
-        fair = sum(cost.total(item) for sample in samples for item in sample.items) // ranks
+        costs = [sum(cost.both(item)) for sample in samples for item in sample.items]
+        fair = sum(costs) // ranks
+        if 2 * max(costs, default=0) <= 3 * fair:  # the usual case
+            return tuple(samples)
 
     def slices(item: Item) -> tuple[Item, ...]:
         if item.encoder not in sliceable:

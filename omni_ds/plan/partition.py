@@ -6,9 +6,13 @@ Everything is deterministic: ties go to the smaller index, so that every rank fi
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 LARGE_PROBLEM = 1 << 16
+# Bins whose largest is at most this many thousandths above the mean are left alone; how many of the smallest
+# bins are looked at for an exchange.
+EVEN_PERMILLE, PARTNERS = 20, 8
 
 
 def karmarkar_karp(
@@ -117,14 +121,64 @@ def deal(
     """Bins of balanced cost with at most `budget` tokens each, or None when this search finds none.
 
     Karmarkar-Karp first; where it breaks the budget, the items are dealt one by one (largest cost first, to
-    the cheapest bin that still has room); where that fails too, first-fit decreasing on tokens decides.
+    the cheapest bin that still has room); where that fails too, first-fit decreasing on tokens decides. Then
+    the dearest bins exchange items with the cheapest.
     """
     parts = karmarkar_karp(costs, bins)
-    if max([sum([tokens[i] for i in part]) for part in parts]) <= budget:
-        return parts
-    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], -tokens[i], i))
-    by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], -costs[i], i))
-    return _greedy(by_cost, costs, tokens, bins, budget) or _greedy(by_tokens, costs, tokens, bins, budget)
+    if max([sum([tokens[i] for i in part]) for part in parts]) > budget:
+        by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], -tokens[i], i))
+        by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], -costs[i], i))
+        parts = _greedy(by_cost, costs, tokens, bins, budget)
+        parts = parts or _greedy(by_tokens, costs, tokens, bins, budget)
+    return parts and exchange(parts, costs, tokens, budget)
+
+
+def exchange(
+    parts: Sequence[tuple[int, ...]], costs: Sequence[int], tokens: Sequence[int], budget: int
+) -> tuple[tuple[int, ...], ...]:
+    """Bins after exchanges of one item for one or none between the dearest bin and one of the cheapest, each
+    time the one that leaves the dearer of the two cheapest, until the bins are even or no exchange helps.
+
+    Differencing and greedy deals put the largest items of two sizes (a few long samples among short ones)
+    together as they come; which of them fit together is found here.
+    """
+    loads = [sum([costs[i] for i in part]) for part in parts]
+    enough = sum(loads) * (1000 + EVEN_PERMILLE) // (1000 * len(loads))
+    if max(loads) <= enough:
+        return tuple(parts)
+    bins = [sorted([(costs[i], i) for i in part]) for part in parts]
+    used = [sum([tokens[i] for i in part]) for part in parts]
+    changed = set()
+    for _ in range(4 * len(bins)):
+        high = loads.index(max(loads))
+        if loads[high] <= enough:
+            break
+        best, found = loads[high], None
+        for load, low in heapq.nsmallest(PARTNERS, [(load, b) for b, load in enumerate(loads)]):
+            gap = loads[high] - load
+            for cost, i in bins[high]:
+                near = bisect_left(bins[low], (cost - gap // 2, 0))
+                for other, j in (*bins[low][max(0, near - 1) : near + 1], (0, -1)):
+                    top = max(loads[high] - cost + other, load + cost - other)
+                    if top < best:
+                        more = tokens[i] - (tokens[j] if j >= 0 else 0)
+                        if used[low] + more <= budget and used[high] - more <= budget:
+                            best, found = top, (low, (cost, i), (other, j), more)
+        if found is None:
+            break
+        low, given, taken, more = found
+        bins[high].remove(given)
+        insort(bins[low], given)
+        if taken[1] >= 0:
+            bins[low].remove(taken)
+            insort(bins[high], taken)
+        moved = given[0] - taken[0]
+        loads[high], loads[low] = loads[high] - moved, loads[low] + moved
+        used[high], used[low] = used[high] - more, used[low] + more
+        changed |= {high, low}
+    return tuple(
+        tuple(sorted([i for _, i in bins[b]])) if b in changed else part for b, part in enumerate(parts)
+    )
 
 
 def _greedy(

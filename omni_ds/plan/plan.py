@@ -203,8 +203,10 @@ def _spans(micro_batch: MicroBatch) -> list[tuple[int, int]]:
 class StepPlan:
     """One global batch. replicas: by data index. hash: 63 bits, equal on ranks that computed the same plan.
 
-    encoder_imbalance: most loaded rank over mean, within the dearest replica's encoder work; llm_imbalance:
-    dearest replica over mean. bubble_fraction: idle share of the simulated step.
+    encoder_imbalance: most loaded rank over mean; llm_imbalance: dearest replica over mean; both also as they
+    would be without balancing (balance.as_given). bubble_fraction: idle share of the simulated step.
+    long_items: share of media that are encoded in parts or slices. rooms: what the ranks of a replica should
+    encode of each window (weave.Woven).
     """
 
     mesh: Mesh
@@ -219,6 +221,10 @@ class StepPlan:
     encoder_imbalance: float
     llm_imbalance: float
     bubble_fraction: float
+    encoder_imbalance_given: float = 1.0
+    llm_imbalance_given: float = 1.0
+    long_items: float = 0.0
+    rooms: Sequence[Sequence[int]] | None = None
 
     def replica_of(self, rank: int) -> ReplicaPlan:
         return self.replicas[self.mesh.coords(rank).data]

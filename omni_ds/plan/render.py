@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.activations import Load
+from omni_ds.plan.balance import feature_bytes_bound
 from omni_ds.plan.memory import BF16, Numerics
 from omni_ds.plan.memory_table import memory_table
 
@@ -106,7 +107,7 @@ def format_plan(plan: Plan, step_plan: StepPlan, numerics: Numerics = BF16) -> s
         "\n".join(f"  replica {d}: ranks {_ranks(group)}" for d, group in enumerate(mesh.encoder_groups())),
         _placement(plan),
         memory_table(plan, Load.of(step_plan), numerics),
-        _step(plan, step_plan),
+        _step(plan, step_plan, numerics),
         "One step of replica 0, compute to scale (F, B: micro-batch; EF, EB: encoder window; '.': idle)",
         time_grid(schedule, labels),
         "One step of replica 0, every action in order (S, R: send, receive; "
@@ -142,11 +143,12 @@ def _placement(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _step(plan: Plan, step_plan: StepPlan) -> str:
+def _step(plan: Plan, step_plan: StepPlan, numerics: Numerics) -> str:
     windows = step_plan.replicas[0].windows
     items = sum(len(share.items) for r in step_plan.replicas for w in r.windows for share in w.shares)
     rows = sum(t.rows for r in step_plan.replicas for t in r.transfers)
     moved = sum(t.rows for r in step_plan.replicas for t in r.transfers if not t.local)
+    least = feature_bytes_bound(step_plan, plan.llm.hidden, numerics.element)
     return "\n".join(
         (
             f"Step {step_plan.step}: {step_plan.samples} samples, {step_plan.tokens} tokens "
@@ -154,9 +156,13 @@ def _step(plan: Plan, step_plan: StepPlan) -> str:
             f"  {step_plan.micro_batches} micro-batches a replica, {len(windows)} encoder windows"
             + (f" of up to {len(windows[0].micro_batches)} micro-batches" if windows else "")
             + f", at most {step_plan.replicas[0].live} alive",
-            f"  {rows} feature rows, {moved} of them travel between ranks",
-            f"  imbalance: LLM {step_plan.llm_imbalance:.3f}, encoders {step_plan.encoder_imbalance:.3f}; "
-            f"bubbles {100 * step_plan.bubble_fraction:.1f} % of the simulated step",
+            f"  {rows} feature rows, {moved} of them travel between ranks: at least {least} bytes of "
+            "features and gradients",
+            f"  imbalance: LLM {step_plan.llm_imbalance:.3f} (without balancing "
+            f"{step_plan.llm_imbalance_given:.3f}), encoders {step_plan.encoder_imbalance:.3f} "
+            f"({step_plan.encoder_imbalance_given:.3f}); "
+            f"{100 * step_plan.long_items:.1f} % of media in parts",
+            f"  bubbles {100 * step_plan.bubble_fraction:.1f} % of the simulated step",
             f"  plan hash {step_plan.hash:016x}",
         )
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from omni_ds.plan.actions import Kind
+from omni_ds.plan.balance import as_given, long_share, ratio
 from omni_ds.plan.batch import MicroBatch, assign
 from omni_ds.plan.cost import EncoderCost, LLMCost, backward_factor, llm_work
 from omni_ds.plan.long_short import split_images, split_recordings
@@ -42,6 +43,7 @@ def build_step(
     """
     cost = EncoderCost(plan.encoders, plan.options.encoder_recompute)
     ranks, long_short = plan.mesh.world_size, plan.options.long_short
+    given = samples
     samples = split_recordings(samples, cost, ranks, long_short)
     samples = split_images(samples, cost, ranks, long_short, plan.largest_gang)
     bins = _micro_batches(plan, samples, cost, forward_only)
@@ -57,6 +59,12 @@ def build_step(
     training = plan.encoders_trainable and not forward_only
     woven = weave(plan, llm, bins, cost, training)
     schedule = woven.schedule if times is None else retime(plan, times, bins, woven, training)
+    before = as_given(
+        [plan.llm.sample_flops(sample.tokens, sample.target_tokens) for sample in given],
+        [[cost.total(item) for item in sample.items] if sample.items else () for sample in given],
+        plan.mesh.data,
+        ranks // plan.mesh.data,
+    )
     replicas = tuple(
         ReplicaPlan(
             micro_batches=micro_batches,
@@ -90,9 +98,13 @@ def build_step(
         target_tokens=sum([sample.target_tokens for sample in samples]),
         forward_only=forward_only,
         hash=_hash(step, replicas, forward_only),
-        encoder_imbalance=_ratio([load for loads in woven.loads for load in loads]),
-        llm_imbalance=_ratio([cost.total(plan.llm) for cost in llm_costs]),
+        encoder_imbalance=ratio([load for loads in woven.loads for load in loads]),
+        llm_imbalance=ratio([cost.total(plan.llm) for cost in llm_costs]),
         bubble_fraction=schedule.bubble_fraction,
+        encoder_imbalance_given=before[0],
+        llm_imbalance_given=before[1],
+        long_items=long_share(samples),
+        rooms=woven.rooms,
     )
 
 
@@ -111,11 +123,6 @@ def _micro_batches(
         balance=plan.options.balance_mode == "auto",
         groups=plan.mesh.data // plan.reorder_replicas,
     )
-
-
-def _ratio(loads: Sequence[int]) -> float:
-    """Largest over mean; 1 when there is nothing."""
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int:

@@ -44,7 +44,8 @@ Parts = tuple[tuple[tuple[int, ...], ...], ...]  # [window][rank]: indices of th
 @dataclass(frozen=True)
 class Woven:
     """parts[replica]: who encodes what; guests[replica]: slices on ranks of others. loads[replica][rank]:
-    encoder FLOPs of the step. work: of the windows in which anything runs."""
+    encoder FLOPs of the step. work: of the windows in which anything runs. rooms[window][position]: how the
+    ranks of a replica should divide a window, in any unit; None: evenly."""
 
     members: tuple[tuple[int, ...], ...]
     passes: tuple[tuple[str, ...], ...]
@@ -53,6 +54,7 @@ class Woven:
     loads: tuple[tuple[int, ...], ...]
     work: EncoderWork
     schedule: Schedule
+    rooms: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
                 limit=1 << 200 if best is None else best.schedule.length,
             )
             if schedule is not None:
-                best = Woven(members, passes, tuple(parts), guests, loads, encoder, schedule)
+                best = Woven(members, passes, tuple(parts), guests, loads, encoder, schedule, rooms)
     assert best is not None
     return best
 

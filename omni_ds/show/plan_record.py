@@ -68,6 +68,9 @@ def _step(plan: Plan, planned: Planned) -> dict[str, Any]:
         "bubble_fraction": simulation.bubble_fraction,
         "encoder_imbalance": step.encoder_imbalance,
         "llm_imbalance": step.llm_imbalance,
+        "encoder_imbalance_given": step.encoder_imbalance_given,
+        "llm_imbalance_given": step.llm_imbalance_given,
+        "long_items": step.long_items,
         "ranks": [
             {
                 "rank": rank,

@@ -6,12 +6,14 @@ import functools
 
 import pytest
 from unit.plan_cases import plan_of, random_samples
+from unit.test_plan_gangs import with_giant
 
 from omni_ds.emulate.engines import EmulatedEncoders
 from omni_ds.emulate.fork import RankFailure
 from omni_ds.emulate.policies import encoders_first
 from omni_ds.emulate.world import Case, Emulated, emulate
 from omni_ds.plan.actions import COMPUTE, Kind
+from omni_ds.plan.balance import rows_to_move
 from omni_ds.plan.build import build_step
 from omni_ds.plan.validate import validate_step
 
@@ -81,3 +83,13 @@ def test_a_row_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(EmulatedEncoders, "forward", swapped)
     with pytest.raises(RankFailure, match="belong elsewhere"):
         emulate({"colocated": case}, timeout=60)
+
+
+def test_lanes_and_slices_carry_the_right_rows() -> None:
+    """Sequence and tensor ranks, and an image that a gang of them encodes."""
+    plan = plan_of(1, 1, sequence=2, tensor=2, max_tokens_per_micro_batch=8192)
+    step = build_step(plan, 0, with_giant(plan, 8))
+    assert any(share.slices for window in step.replicas[0].windows for share in window.shares)
+    (run,) = emulate({"lanes": Case(plan, step, 0)}, timeout=60)["lanes"]
+    rows = 2 * rows_to_move(step)
+    assert run.bytes_sent == rows * plan.llm.hidden * 4

@@ -63,6 +63,8 @@ def image(layers=3, model_type="siglip_vision_model", reduction="none", factor=1
         config = {key: value for key, value in config.items() if key != "intermediate_size"} | {
             "mlp_ratio": 2
         }
+    if model_type == "siglip2_vision_model":
+        config["num_patches"] = (config.pop("image_size") // config["patch_size"]) ** 2
     section = EncoderConfig(
         config=config,
         modality="image",

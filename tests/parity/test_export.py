@@ -24,6 +24,7 @@ CASES = [
     ),
     Case("padded_audio", LLAMA, {"ear": audio(factor=3, pad_to_window=True)}),
     Case("dino", LLM | {"model_type": "mistral", "sliding_window": 9}, {"eye": image(model_type="dinov2")}),
+    Case("naflex", LLAMA, {"eye": image(model_type="siglip2_vision_model")}),
     Case("registers", LLAMA, {"eye": image(model_type="dinov2_with_registers", feature_select="full")}),
     Case(
         "clip_stacked",
@@ -56,6 +57,8 @@ def prompts_of(reference: Reference) -> list[dict]:
                 sizes = [(31,), (2 * meta.positions + 17,)]
             elif reference.case.name in ("both", "dino"):
                 sizes = [native, (14, 42)]
+            elif reference.case.name == "naflex":
+                sizes = [(14, 42), (42, 7)]
             for size in sizes[-number:]:
                 channels = meta.channels if meta.family == "vit" else meta.mels
                 media.setdefault(name, []).append(torch.randn(channels, *size, generator=generator))

@@ -13,9 +13,18 @@ from data.media import MediaHeader, MediaRef
 from data.placeholders import add_placeholders
 from data.rows import RowReader
 from data.text import TextProcessor
+from omni_ds.config import ProcessorConfig
 from tests.parity.export_support import LLM, Case, Reference, audio, image
 
 LLAMA = LLM | {"model_type": "llama"}
+
+
+def native(factor, model_type="siglip_vision_model", **bounds):
+    reduction = "pixel_shuffle" if factor > 1 else "none"
+    processor = ProcessorConfig(**bounds)
+    return image(model_type=model_type, reduction=reduction, factor=factor, processor=processor)
+
+
 CASES = [
     Case("both", LLAMA, {"vision": image(reduction="pixel_shuffle", factor=2), "audio": audio()}),
     Case("padded", LLAMA, {"ear": audio(factor=3, pad_to_window=True)}),
@@ -24,6 +33,11 @@ CASES = [
     Case("llava_full", LLAMA, {"eye": image(model_type="clip_vision_model", feature_select="full")}),
     Case("llava_siglip", LLAMA, {"eye": image()}),
     Case("text", LLAMA),
+    Case("native", LLAMA, {"eye": native(2, min_pixels=14 * 14 * 4, max_pixels=14 * 14 * 9)}),
+    Case("native_clip", LLAMA, {"eye": native(1, "clip_vision_model", max_pixels=1500)}),
+    Case("native_dino", LLAMA, {"eye": native(2, "dinov2_with_registers", max_pixels=1500)}),
+    Case("naflex", LLAMA, {"eye": native(1, "siglip2_vision_model")}),
+    Case("naflex_bounds", LLAMA, {"eye": native(2, "siglip2_vision_model", min_pixels=2000)}),
 ]
 
 PROBE = """
@@ -58,6 +72,12 @@ for folder in Path(sys.argv[1]).iterdir():
             except Exception as error:
                 refused.append(str(error))
         out["refused"] = refused
+    if "image_sizes" in out:
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder / "model", trust_remote_code=True
+        ).eval()
+        with torch.no_grad():
+            out["rows"] = model.get_media_features("image", **out)
     torch.save({"out": out, "again": again, "short": short}, folder / "outputs.pt")
 """
 
@@ -173,10 +193,30 @@ def test_media_equal_those_of_training(result):
             expected = preprocess.load(ref, preprocess.plan_shape(header(ref)))
             if meta.modality == "image":
                 got = out["pixel_values"][number]
+                if "image_sizes" in out:
+                    height, width = out["image_sizes"][number].tolist()
+                    got = got[:, :height, :width]
             else:
                 got = out["input_features"][number][:, : int(out["feature_lengths"][number])]
             assert got.shape == expected.shape
             assert np.abs(got.numpy() - expected).max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("na")])
+def test_rows_of_native_images_equal_those_of_training(results, name):
+    """What the exported processor and model make of images: the rows of our preprocessing and encoder."""
+    reference, _, media, outputs = results[name]
+    encoder, preprocess = reference.encoders["eye"], reference.media["eye"]
+    values = []
+    for array in media["image"]:
+        ref = MediaRef("image", array=array)
+        values.append(torch.from_numpy(preprocess.load(ref, preprocess.plan_shape(header(ref)))))
+    assert len({value.shape for value in values}) == len(values)
+    with torch.no_grad():
+        expected = encoder(values)
+    rows = torch.cat(outputs["out"]["rows"])
+    assert rows.shape == expected.shape
+    assert (rows - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_saving_again_changes_nothing_and_wrong_counts_are_refused(result):
@@ -186,6 +226,7 @@ def test_saving_again_changes_nothing_and_wrong_counts_are_refused(result):
         return
     out = dict(outputs["out"])
     refused = out.pop("refused")
+    out.pop("rows", None)
     assert set(outputs["again"]) == set(out)
     for key, value in out.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(outputs["again"][key]))

@@ -128,6 +128,12 @@ def test_balance_off_changes_nothing() -> None:
     check("nothing", 2, layout(1, "colocated", 2, "omni.balance.mode=off"))
 
 
+# Ranks with layout(): dp2 and pp2dp2. Images have 16 tokens, so that all are encoded in slices.
+@pytest.mark.parametrize(("world", "stages"), [(2, 1), (4, 2)])
+def test_slices_of_images_change_nothing(world: int, stages: int) -> None:
+    check("nothing", world, layout(stages, "colocated", 2, "omni.encoder_parallel.long_short=8"))
+
+
 # Placements differ only with more than one stage, ZeRO stages only where an encoder trains.
 FULL = [
     (freeze, world, layout(stages, placement, zero))

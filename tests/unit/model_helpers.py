@@ -87,6 +87,8 @@ WHISPER = {
 }
 VITS: dict[str, dict[str, Any]] = {
     "siglip": {"model_type": "siglip_vision_model", "intermediate_size": 48} | _VIT,
+    "naflex": {"model_type": "siglip2_vision_model", "intermediate_size": 48, "num_patches": 16}
+    | {key: value for key, value in _VIT.items() if key != "image_size"},
     "clip": {"model_type": "clip_vision_model", "intermediate_size": 48} | _VIT,
     "dinov2": {"model_type": "dinov2", "mlp_ratio": 2, "layerscale_value": 0.7} | _VIT,
     "dinov2-swiglu": {"model_type": "dinov2", "mlp_ratio": 2, "use_swiglu_ffn": True} | _VIT,

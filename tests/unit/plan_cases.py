@@ -18,7 +18,7 @@ def image_encoder(tower: bool = True, projector: bool = True) -> EncoderMeta:
         freeze=not tower,
         feature_layer=None,
         feature_select="patch",
-        processor=SimpleNamespace(pad_to_window=False),
+        processor=SimpleNamespace(min_pixels=None, max_pixels=None),
         projector=SimpleNamespace(
             type="mlp", reduction="none", factor=1, hidden_size=None, freeze=not projector
         ),

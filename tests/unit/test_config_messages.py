@@ -103,7 +103,7 @@ def test_missing_keys_are_named(tmp_path):
         f"{path}: 2 problems",
         "  train_batch_size: missing; expected a whole number >= 1",
         "  omni: missing; expected an object with the keys model, llm, encoders, encoder_parallel, balance, "
-        "data, train, eval, checkpoint, export, output_dir, trace",
+        "hardware, data, train, eval, checkpoint, export, output_dir, trace",
     ]
 
 

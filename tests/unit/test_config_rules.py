@@ -160,7 +160,6 @@ def test_parts_in_a_whole_checkpoint_have_no_weights_of_their_own():
 # Each entry: changes, and the key of the message "... is not supported yet: reason; use ...".
 LATER = [
     ({"activation_checkpointing__cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing"),
-    ({"omni__encoders__vision__processor__max_pixels": 9}, "omni.encoders.vision.processor.max_pixels"),
     ({"omni__encoders__film": {"path": "x", "modality": "video"}}, "omni.encoders.film.modality"),
     ({"omni__encoders__audio__modality": "image"}, "omni.encoders.audio.modality"),
 ]

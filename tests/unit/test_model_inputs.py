@@ -119,6 +119,36 @@ def json_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in write_rows(folder, 9).read_text().splitlines()]
 
 
+LLAVA_15 = (  # the structure of LLaVA-1.5's: pictures first, then all text, no token that ends a turn
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}"
+    "{% endif %}{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\\n' }}{% endfor %}{% if message['role'] != 'assistant' %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' '}}"
+    "{% endfor %}{% else %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% generation %}{{ part['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def test_a_template_that_puts_pictures_first_and_ends_no_turn(tmp_path: Path) -> None:
+    model = make_model("llava", tmp_path / "model")
+    rows = [row("Which digit? <image>", images=["1-0.png"])]
+    dataset = opened(model, tmp_path / "rows", rows, chat_template=LLAVA_15)
+    sample, tokenizer = dataset.encode(0), dataset.text.tokenizer
+    text = tokenizer.decode(sample.input_ids)
+    assert text.startswith("USER: " + "<image>" * 16 + "\nWhich digit?")
+    targets = [token for token in sample.labels.tolist() if token >= 0]
+    assert tokenizer.decode(targets).split() == ["two" + tokenizer.eos_token]
+
+
+def test_pixels_of_a_tower_of_one_size_cannot_be_bounded(tmp_path: Path) -> None:
+    model = make_model("llava", tmp_path / "model")
+    raw = model_config(model, tmp_path / "rows.jsonl", tmp_path)
+    raw["omni"]["encoders"]["vision"]["processor"] = {"max_pixels": 256}
+    with pytest.raises(UserError, match="omni.encoders.vision.processor.max_pixels is 256, but"):
+        complete(validate(raw))
+
+
 def test_positions_go_on_behind_the_larger_side() -> None:
     item = Item(0, 0, "vision", (8, 24), (12,), 3, ((2, 3),))
     meta = SampleMeta(0, 7, 1, (item,))

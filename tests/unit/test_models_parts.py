@@ -243,3 +243,16 @@ def test_module_calls_do_not_depend_on_the_items(name: str) -> None:
         seen.append(list(calls))
     assert len(seen[0]) > 10
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("grid", [(5, 7), (7, 7), (16, 3), (1, 9)])
+def test_positions_are_resized_as_torch_interpolates(grid, antialias):
+    from models.encoders.resize import resize_grid
+
+    table = torch.randn(7, 7, 5)
+    expected = torch.nn.functional.interpolate(
+        table.permute(2, 0, 1)[None], size=grid, mode="bicubic", align_corners=False, antialias=antialias
+    )
+    found = resize_grid(table, grid, antialias=antialias)
+    torch.testing.assert_close(found, expected[0].flatten(1).T, rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     CLIPModel,
+    Siglip2Model,
     SiglipModel,
     WhisperForConditionalGeneration,
 )
@@ -129,10 +130,12 @@ def test_tower_round_trip(tmp_path: Path, name: str) -> None:
     assert encoder(images).isfinite().all()  # non-persistent buffers survived the meta device
 
 
-@pytest.mark.parametrize("cls", [SiglipModel, CLIPModel])
-def test_tower_out_of_a_two_tower_model(tmp_path: Path, cls) -> None:
-    kind = "siglip" if cls is SiglipModel else "clip"
-    vision = {k: v for k, v in VITS[kind].items() if k != "model_type"}
+@pytest.mark.parametrize(
+    ("cls", "kind", "name"),
+    [(SiglipModel, "siglip", "siglip"), (Siglip2Model, "siglip2", "naflex"), (CLIPModel, "clip", "clip")],
+)
+def test_tower_out_of_a_two_tower_model(tmp_path: Path, cls, kind, name) -> None:
+    vision = {k: v for k, v in VITS[name].items() if k != "model_type"}
     text = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     text |= {"num_attention_heads": 4, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(kind, vision_config=vision, text_config=text)

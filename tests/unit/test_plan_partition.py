@@ -4,10 +4,12 @@ import random
 from itertools import combinations, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_ds.errors import UserError
 from omni_ds.plan.batch import MicroBatch, assign
-from omni_ds.plan.partition import cut_stages, deal, karmarkar_karp
+from omni_ds.plan.partition import cut_stages, deal, exchange, karmarkar_karp
 from omni_ds.plan.sample import SampleMeta
 
 
@@ -115,3 +117,26 @@ def test_assign_puts_little_encoder_work_at_both_ends():
     (row,) = assign(samples, 1, 10, None, 6, lambda s: 10, lambda s: [5, 1, 9, 0, 7, 3][s.row])
     work = [[5, 1, 9, 0, 7, 3][mb.samples[0].row] for mb in row]
     assert work[0] == 0 and work[-1] == 1 and max(work) in work[2:4]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 6)
+)
+def test_exchanges_keep_items_and_budget_and_never_make_it_worse(items, bins):
+    costs, tokens = [c for c, _ in items], [t for _, t in items]
+    parts = karmarkar_karp(costs, bins)
+    budget = max(sum(tokens[i] for i in part) for part in parts)
+    better = exchange(parts, costs, tokens, budget)
+    assert sorted(i for part in better for i in part) == list(range(len(items)))
+    assert max(sum(tokens[i] for i in part) for part in better) <= budget
+    top, before = (max(sum(costs[i] for i in part) for part in each) for each in (better, parts))
+    assert top <= before
+
+
+def test_few_long_samples_among_short_ones_are_dealt_evenly():
+    rng = random.Random(0)
+    costs = [rng.randint(4000, 6000) for _ in range(280)] + [150] * 1900
+    parts = karmarkar_karp(costs, 128)
+    even = exchange(parts, costs, costs, 16384)
+    tops = [max(sum(costs[i] for i in part) for part in each) * 128 / sum(costs) for each in (parts, even)]
+    assert tops[0] > 1.05 > 1.03 > tops[1]

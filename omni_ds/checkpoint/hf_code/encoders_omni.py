@@ -37,6 +37,32 @@ def frame_stack(hidden, factor):
     return hidden.reshape(n, -1, factor * width)
 
 
+def naflex_inputs(pixels, grid, patch):
+    """Images of one size [n, 3, height, width] -> inputs of `Siglip2VisionModel`: flat patches."""
+    n, channels = pixels.shape[:2]
+    rows, columns = grid
+    squares = pixels[..., : rows * patch, : columns * patch].reshape(n, channels, rows, patch, columns, patch)
+    patches = squares.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * columns, patch * patch * channels)
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64, device=pixels.device),
+        "spatial_shapes": torch.tensor([grid] * n, device=pixels.device),
+    }
+
+
+def resize_positions(table, grids, max_length):
+    """Positions [side, side, H] -> [images, max_length, H] for images of one grid: bilinear, antialiased.
+
+    Rows before columns, because torch 2.13 on CPU gets a single column wrong when it resizes both at once.
+    """
+    rows, columns = grids[0].tolist()
+    values = table.permute(2, 0, 1)[None].float()
+    for size in ((rows, table.shape[1]), (rows, columns)):
+        values = F.interpolate(values, size=size, mode="bilinear", align_corners=False, antialias=True)
+    positions = values[0].flatten(1).T.to(table.dtype)
+    return positions.expand(len(grids), max_length, -1)
+
+
 def pad_with_silence(mels, frames):
     """[n, mels, k <= frames] -> [n, mels, frames], filled with what WhisperFeatureExtractor makes of silence.
 
@@ -62,6 +88,8 @@ class OmniEncoder(nn.Module):
             width = config.d_model
         else:
             self.tower = AutoModel.from_config(config, **attention)
+            if config.model_type == "siglip2_vision_model":
+                self.tower.embeddings.resize_positional_embeddings = resize_positions
             width = config.hidden_size
         reduction, factor = spec["projector"]["reduction"], spec["projector"]["factor"]
         joined = {"none": 1, "frame_stack": factor, "pixel_shuffle": factor**2}[reduction]
@@ -71,7 +99,7 @@ class OmniEncoder(nn.Module):
     def prefix(self):
         """Tokens before the patches: class token and registers."""
         model_type = self.spec["tower"]["model_type"]
-        if model_type == "siglip_vision_model":
+        if model_type in ("siglip_vision_model", "siglip2_vision_model"):
             return 0
         return 1 + (self.tower.config.num_register_tokens if model_type == "dinov2_with_registers" else 0)
 
@@ -103,16 +131,18 @@ class OmniEncoder(nn.Module):
 
     def encode_images(self, pixels):
         """[n, 3, height, width] -> [n, rows, out_features], from the last hidden state before any norm."""
-        interpolate = (
-            {}
-            if self.spec["tower"]["model_type"].startswith("dinov2")
-            else {"interpolate_pos_encoding": True}
-        )
-        hidden = self.tower(pixels, output_hidden_states=True, **interpolate).hidden_states[-1]
+        model_type, patch = self.spec["tower"]["model_type"], self.tower.config.patch_size
+        grid = pixels.shape[2] // patch, pixels.shape[3] // patch
+        if model_type == "siglip2_vision_model":
+            inputs = naflex_inputs(pixels, grid, patch)
+        else:
+            inputs = {"pixel_values": pixels}
+            if not model_type.startswith("dinov2"):
+                inputs["interpolate_pos_encoding"] = True
+        hidden = self.tower(**inputs, output_hidden_states=True).hidden_states[-1]
         if not self.spec.get("keep_prefix"):
             hidden = hidden[:, self.prefix :]
-        patch = self.tower.config.patch_size
-        return self.reduce(hidden, (pixels.shape[2] // patch, pixels.shape[3] // patch))
+        return self.reduce(hidden, grid)
 
     def encode_audio(self, mels):
         """[n, mels, frames] -> [n, rows, out_features]; windows are encoded apart, their rows joined."""

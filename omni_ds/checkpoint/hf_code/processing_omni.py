@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, BatchFeature, ProcessorMixin, WhisperFeatureExtractor
 from transformers.dynamic_module_utils import custom_object_save
 
-from .media_omni import read_audio, read_image, whisper_samples
+from .media_omni import native_pixels, read_audio, read_image, whisper_samples
 
 CALL_KEYS = ("padding", "padding_side", "return_tensors", "add_special_tokens", "truncation", "max_length")
 
@@ -21,7 +21,8 @@ class OmniProcessor(ProcessorMixin):
         encoders: by modality, a dict with
             - `token`: the placeholder token; in a text it stands once for each medium;
             - image: `patch_size`, `reduction`, `factor`, `prefix` (class and register tokens that become
-                features);
+                features), `sizing` (of images at their own proportions, see `native_pixels`; None: the image
+                processor resizes all to one size);
             - audio: `window` (mel frames of a full encoder window), `factor`, `pad_to_window`.
     """
 
@@ -55,12 +56,22 @@ class OmniProcessor(ProcessorMixin):
 
     def image_inputs(self, images):
         """Images (PIL, array, path) -> model inputs, and feature rows of each."""
-        pixels = [
-            self.image_processor(read_image(image), return_tensors="np")["pixel_values"][0]
-            for image in images
-        ]
-        values = torch.from_numpy(np.stack(pixels).astype(np.float32))
-        return {"pixel_values": values}, [self.image_rows(*array.shape[1:]) for array in pixels]
+        sizing = self.encoders["image"].get("sizing")
+        if sizing is not None:
+            pixels = [native_pixels(read_image(image), sizing, self.image_processor) for image in images]
+        else:
+            pixels = [
+                self.image_processor(read_image(image), return_tensors="np")["pixel_values"][0]
+                for image in images
+            ]
+        sizes = [array.shape[1:] for array in pixels]
+        values = np.zeros((len(pixels), 3, *(max(side) for side in zip(*sizes, strict=True))), np.float32)
+        for padded, array in zip(values, pixels, strict=True):
+            padded[:, : array.shape[1], : array.shape[2]] = array
+        inputs = {"pixel_values": torch.from_numpy(values)}
+        if sizing is not None:
+            inputs["image_sizes"] = torch.tensor(sizes)
+        return inputs, [self.image_rows(*size) for size in sizes]
 
     def audio_inputs(self, clips, sampling_rate=None):
         """Clips (mono arrays at `sampling_rate` Hz, paths) -> model inputs, and feature rows of each."""
@@ -160,7 +171,8 @@ class OmniProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self):
-        return ["input_ids", "attention_mask", "pixel_values", "input_features", "feature_lengths"]
+        media = ["pixel_values", "image_sizes", "input_features", "feature_lengths"]
+        return ["input_ids", "attention_mask", *media]
 
     def to_dict(self):
         image, audio = self.image_processor, self.feature_extractor

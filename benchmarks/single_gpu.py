@@ -1,0 +1,416 @@
+"""How fast one GPU trains: our engine on packed, varying samples, and where the time goes.
+
+    python benchmarks/single_gpu.py [--model composed,moe,frozen] [--budget 8192,16384] [--steps N]
+        [--recompute] [--compile off] [--profile] [--json PATH]
+
+Samples are drawn from seeds: text log-normal(5.5, 0.8) tokens between 32 and 2048, most with one image of
+varying size or one recording of up to 30 s; weights are fresh, media are noise that is already on the device:
+what is measured is the step (plan made before), not decoding. MFU is the FLOPs of the model (forward and
+backward, no recomputation, attention inside documents and segments only; omni_ds/plan/llm_meta.py and
+encoder_meta.py) divided by the time, over the rate of a large bf16 matrix product measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
+
+import torch
+
+from omni_ds.engine import environment
+
+SAMPLES = 48
+LLM = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MOE = LLM | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6144,
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 378,
+    "patch_size": 14,
+}
+AUDIO = {
+    "model_type": "whisper",
+    "d_model": 1280,
+    "encoder_ffn_dim": 5120,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "num_mel_bins": 128,
+    "max_source_positions": 1500,
+}
+TINY_LLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+TINY = {
+    "llm": TINY_LLM | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "vision": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "audio": {"d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 2},
+}
+
+
+def configuration(model: str, budget: int, options: argparse.Namespace) -> dict:
+    """The JSON of a run; `budget`: tokens of a micro-batch."""
+    small = TINY if options.tiny else {"llm": {}, "vision": {}, "audio": {}}
+    frozen = {"freeze": True, "projector": {"freeze": False}} if model == "frozen" else {}
+    llm = MOE | ({"moe_intermediate_size": 64} if options.tiny else {}) if model == "moe" else LLM
+    encoders = {
+        "vision": {
+            "config": VISION | small["vision"],
+            "modality": "image",
+            "projector": {"reduction": "pixel_shuffle", "factor": 3},
+        },
+        "audio": {
+            "config": AUDIO | small["audio"],
+            "modality": "audio",
+            "projector": {"reduction": "frame_stack", "factor": 4},
+        },
+    }
+    for encoder in encoders.values():
+        encoder["freeze"] = bool(frozen)
+    return {
+        "train_batch_size": SAMPLES,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": not options.tiny},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute)},
+        "omni": {
+            "llm": {"config": llm | small["llm"], "tokenizer": "none"},
+            "encoders": encoders,
+            "data": {"train": [{"path": "none"}], "max_length": 4096, "max_tokens_per_micro_batch": budget},
+            "train": {"max_steps": 1},
+            "output_dir": tempfile.mkdtemp(),
+        },
+    }
+
+
+def draw_samples(plan, seed: int = 0):
+    """SampleMeta of one global batch."""
+    from omni_ds.plan.sample import Item, SampleMeta
+
+    rng, metas = random.Random(seed), {meta.modality: meta for meta in plan.encoders}
+    samples = []
+    for row in range(SAMPLES):
+        text = int(min(2048, max(32, rng.lognormvariate(5.5, 0.8))))
+        kind, items, rows = rng.random(), (), 0
+        if kind < 0.7 and "image" in metas:
+            meta, side = metas["image"], metas["image"].patch * metas["image"].factor
+            blocks = min(1024, max(9, rng.lognormvariate(4.9, 0.9)))
+            high = max(1, round(math.sqrt(blocks) * rng.uniform(0.7, 1.4)))
+            shape = (high * side, max(1, int(blocks / high)) * side)
+        elif kind < 0.9 and "audio" in metas:
+            meta, shape = metas["audio"], (int(min(3000, max(100, rng.lognormvariate(6.8, 0.7)))),)
+        else:
+            meta = None
+        if meta is not None:
+            segments, rows = meta.measure(shape)
+            items = (Item(row, 0, meta.name, shape, segments, rows, ((8, rows),)),)
+        samples.append(SampleMeta(row, text + rows, text // 2, items))
+    return samples
+
+
+def make_input(plan, step_plan, device: torch.device):
+    """The step's tensors, on the device."""
+    from models.packed import PackedBatch
+    from omni_ds.engine.executor import StepInput
+
+    generator = torch.Generator().manual_seed(1)
+    batches, media = {}, {}
+    replica = step_plan.replicas[0]
+    for mb in replica.micro_batches:
+        ids = torch.randint(2, plan.llm.vocab, (mb.tokens,), generator=generator)
+        targets, owners, places, features = [], [], [], []
+        for n, (sample, start) in enumerate(zip(mb.samples, mb.cu_seqlens, strict=False)):
+            last = start + sample.tokens - 1
+            places.append(torch.arange(sample.tokens))
+            targets.append(torch.arange(last - sample.target_tokens, last))
+            owners.append(torch.full((sample.target_tokens,), n))
+            features += [start + o + i for item in sample.items for o, k in item.spans for i in range(k)]
+        positions = torch.cat(targets)
+        batches[mb.index] = PackedBatch(
+            input_ids=ids,
+            position_ids=torch.cat(places),
+            cu_seqlens=torch.tensor(mb.cu_seqlens, dtype=torch.int32),
+            max_seqlen=mb.max_seqlen,
+            segments=mb.lengths,
+            target_positions=positions,
+            target_ids=ids[positions + 1],
+            sample_of_target=torch.cat(owners),
+            feature_positions=torch.tensor(sorted(features), dtype=torch.int64),
+        ).to(device)
+    metas = {meta.name: meta for meta in plan.encoders}
+    for window in replica.windows:
+        for placed in window.share(0).items:
+            meta, shape = metas[placed.item.encoder], placed.item.shape
+            lead = meta.channels if meta.family == "vit" else meta.mels
+            value = torch.randn(lead, *shape, generator=generator).to(device)
+            media.setdefault(window.index, {}).setdefault(meta.name, []).append(value)
+    return StepInput(step_plan, batches, media, step_plan.target_tokens)
+
+
+def model_flops(plan, samples) -> int:
+    """Forward and backward FLOPs of a step that arithmetic needs, without recomputation."""
+    metas, total = {meta.name: meta for meta in plan.encoders}, 0
+    for sample in samples:
+        llm = plan.llm.sample_flops(sample.tokens, sample.target_tokens)
+        total += llm * (2 + plan.llm.trainable)
+        for item in sample.items:
+            meta = metas[item.encoder]
+            total += meta.forward_flops(item.segments, item.rows)
+            total += meta.backward_flops(item.segments, item.rows)
+    return total
+
+
+def matmul_rate(device: torch.device) -> float:
+    """FLOP/s of a bf16 product of 8192 x 8192 matrices."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(8):
+        start = now(device)
+        a @ b
+        times.append(now(device) - start)
+    return 2 * size**3 / min(times)
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def build(model: str, budget: int, options: argparse.Namespace):
+    """Runtime, plan and step input of one configuration."""
+    from omni_ds.composition import mesh_of, plan_of, read_composition
+    from omni_ds.config.load import load_config
+    from omni_ds.config.resolve import resolve
+    from omni_ds.engine.pipeline_module import stage_device
+    from omni_ds.engine.runtime import build_runtime
+    from omni_ds.parallel.groups import ProcessGroups
+    from omni_ds.plan.build import build_step
+
+    path = Path(tempfile.mkdtemp()) / "config.json"
+    path.write_text(json.dumps(configuration(model, budget, options)))
+    config = resolve(load_config(path, ()), 1, None, has_cuda=torch.cuda.is_available())
+    composition = read_composition(config, processors=False)
+    plan, device = plan_of(config, composition, 1), stage_device(0)
+    groups = ProcessGroups.create(mesh_of(config, 1), environment.TIMEOUT)
+    with drawn_on_device(device):
+        runtime = build_runtime(config, composition, plan, groups, 0, device)
+    samples = draw_samples(plan)
+    return runtime, plan, samples, make_input(plan, build_step(plan, 0, samples), device)
+
+
+@contextmanager
+def drawn_on_device(device: torch.device):
+    """Fresh weights from the device's generator: the CPU's takes a minute for three billion of them."""
+    original = torch.Tensor.normal_
+
+    def normal(tensor, mean=0.0, std=1.0, *, generator=None):
+        return tensor.copy_(torch.randn(tensor.shape, device=device) * std + mean)
+
+    if device.type == "cuda":
+        torch.Tensor.normal_ = normal
+    try:
+        yield
+    finally:
+        torch.Tensor.normal_ = original
+
+
+class Loop:
+    """The same modules in a loop written by hand: no engine, schedule or messages; fp32 masters, accumulation
+    and norm, fused AdamW."""
+
+    def __init__(self, runtime):
+        self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
+        modules = [self.llm, *self.encoders.values()]
+        self.parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        on_gpu = runtime.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=on_gpu)
+
+    def run(self, plan, step) -> None:
+        order = {name: n for n, name in enumerate(self.encoders)}
+        for mb in step.plan.replicas[0].micro_batches:
+            placed = sorted(
+                (
+                    p
+                    for w in step.plan.replicas[0].windows
+                    for p in w.share(0).items
+                    if p.micro_batch == mb.index
+                ),
+                key=lambda p: (order[p.item.encoder], p.position),
+            )
+            batch, values = step.batches[mb.index], {}
+            for one in placed:
+                values.setdefault(one.item.encoder, []).append(self.media[one.item.row])
+            if placed:
+                rows = torch.cat(
+                    [self.encoders[name](values[name]) for name in self.encoders if name in values]
+                )
+                at = torch.cat(
+                    [
+                        torch.arange(p.position + o, p.position + o + k)
+                        for p in placed
+                        for o, k in p.item.spans
+                    ]
+                )
+                batch = replace(batch, feature_positions=at.to(rows.device), features=rows)
+            losses, _ = self.llm(batch, None)
+            (losses.sum() / step.target_tokens).backward()
+            with torch.no_grad():
+                used = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+                torch._foreach_add_(
+                    [self.masters[i].grad for i in used], [self.parameters[i].grad for i in used]
+                )
+                for i in used:
+                    self.parameters[i].grad = None
+        with torch.no_grad():
+            gradients = [master.grad for master in self.masters]
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step()
+            torch._foreach_copy_(self.parameters, self.masters)
+            for gradient in gradients:
+                gradient.zero_()
+
+    def take_media(self, step) -> None:
+        """Media by sample; they lie by window and encoder in the step."""
+        self.media = {}
+        for window in step.plan.replicas[0].windows:
+            found = {name: iter(values) for name, values in step.media.get(window.index, {}).items()}
+            for placed in window.share(0).items:
+                self.media[placed.item.row] = next(found[placed.item.encoder])
+
+
+def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> dict:
+    runtime, plan, samples, step = build(model, budget, options)
+    device = runtime.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for _ in range(options.warm_up + options.steps):
+        start = now(device)
+        losses.append(runtime.executor.run(step).loss)
+        seconds.append(now(device) - start)
+    timed = seconds[options.warm_up :]
+    if options.profile:
+        profile(runtime, step)
+    by_hand = loop_seconds(runtime, plan, step, options) if options.loop else None
+    middle = statistics.median(timed)
+    tokens = step.plan.tokens
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "model": model,
+        "budget": budget,
+        "recompute": bool(options.recompute),
+        "micro_batches": step.plan.micro_batches,
+        "tokens": tokens,
+        "seconds": middle,
+        "spread": (max(timed) - min(timed)) / middle,
+        "tokens_per_second": tokens / middle,
+        "mfu": model_flops(plan, samples) / middle / ceiling,
+        "peak_gib": peak,
+        "over_loop": None if by_hand is None else middle / by_hand,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def loop_seconds(runtime, plan, step, options: argparse.Namespace) -> float:
+    """Seconds a step of the loop by hand, median."""
+    loop, seconds = Loop(runtime), []
+    loop.take_media(step)
+    for _ in range(options.warm_up + options.steps):
+        start = now(runtime.device)
+        loop.run(plan, step)
+        seconds.append(now(runtime.device) - start)
+    return statistics.median(seconds[options.warm_up :])
+
+
+def profile(runtime, step) -> None:
+    """Device time of one step by kernel, the dearest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if runtime.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        runtime.executor.run(step)
+        now(runtime.device)
+    by = "self_device_time_total" if runtime.device.type == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=70))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="composed", help="composed, moe, frozen; several with commas")
+    parser.add_argument("--budget", default="16384", help="tokens of a micro-batch; several with commas")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm_up", type=int, default=3)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--loop", action="store_true", help="also the same modules in a loop by hand")
+    parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")
+    parser.add_argument("--json", metavar="PATH")
+    options = parser.parse_args()
+    environment.start_distributed()
+    from omni_ds.engine.pipeline_module import stage_device
+
+    ceiling = matmul_rate(stage_device(0))
+    print(f"torch {torch.__version__}; a large bf16 matrix product runs at {ceiling / 1e12:.0f} TFLOP/s")
+    rows = []
+    for model in options.model.split(","):
+        for budget in map(int, options.budget.split(",")):
+            gc.collect()  # of the model before
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            row = measure(model, budget, options, ceiling)
+            rows.append(row)
+            print(
+                f"{model:10}{budget:>7} tokens {row['micro_batches']:>3} micro-batches"
+                f"{row['seconds']:>9.3f} s (spread {row['spread']:.0%})"
+                f"{row['tokens_per_second']:>9.0f} tok/s"
+                f"{row['mfu']:>8.1%} of it{row['peak_gib']:>8.1f} GiB   loss {row['first_loss']:.4f} -> "
+                f"{row['last_loss']:.4f}"
+                + ("" if row["over_loop"] is None else f"   {row['over_loop']:.3f} x the loop by hand"),
+                flush=True,
+            )
+    environment.stop_distributed()
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

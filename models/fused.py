@@ -1,0 +1,94 @@
+"""Fused kernels of Liger in HF's decoder layers, on CUDA, where it is installed.
+
+Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules, each of
+which reads and writes activations, and keeps some of them for backward. Modules are changed one by one, as
+instances; HF's classes stay as they are, and on a CPU so does what the instances do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import omni_attention
+
+
+@cache
+def has_liger() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+
+
+def fuse_decoder(module: nn.Module) -> None:
+    """Give the norms, MLPs and attentions inside an HF decoder layer (or a norm itself) fused forwards.
+
+    Same names, parameters and results to rounding. Nothing without Liger.
+    """
+    if not has_liger():
+        return
+    for part in module.modules():
+        forward = _forward_of(part)
+        if forward is not None:
+            part.forward = MethodType(forward, part)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return _rms_norm
+    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return (
+            _swiglu if isinstance(module.act_fn, nn.SiLU) or "SiLU" in type(module.act_fn).__name__ else None
+        )
+    if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")):
+        return _attention
+    return None
+
+
+def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    if not hidden_states.is_cuda:
+        return type(self).forward(self, hidden_states)
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "llama", False)
+
+
+def _swiglu(self: nn.Module, x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return type(self).forward(self, x)
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def _attention(
+    self: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """HF's attention of the Llama shape, with the query and key norms of Qwen3 where there are any."""
+    # Rotations of several kinds are chosen from in HF's attention of some releases (mrope).
+    if not hidden_states.is_cuda or position_embeddings[0].dim() > 3:
+        return type(self).forward(
+            self,
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    from liger_kernel.ops import LigerRopeFunction
+
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query = self.q_proj(hidden_states).view(shape)
+    key = self.k_proj(hidden_states).view(shape)
+    value = self.v_proj(hidden_states).view(shape)
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    query, key = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+    out, _ = omni_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling)
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None

@@ -1,0 +1,56 @@
+"""One image encoded by a group of ranks: features and gradients of the unsplit encoder, at any size."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from models.encoders import ItemSlice, build_encoder
+from tests.ranks import run_ranks
+from tests.unit.model_helpers import VITS, encoder_section
+
+SIZES = [(24, 32), (64, 8)]
+CASES = [("siglip", 2), ("naflex", 1), ("naflex", 2), ("clip", 1), ("dinov2-registers", 2)]
+
+
+def encoder_of(name: str, factor: int):
+    torch.manual_seed(0)
+    projector = {"reduction": "pixel_shuffle", "factor": factor} if factor > 1 else {}
+    section = encoder_section(VITS[name], projector=projector, processor={"max_pixels": 1024})
+    encoder = build_encoder("v", section, AutoConfig.for_model(**VITS[name]), 24)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return encoder.double()
+
+
+def both_ways() -> None:
+    group = dist.group.WORLD
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, factor in CASES:
+        whole, split = encoder_of(name, factor), encoder_of(name, factor)
+        for size in SIZES:
+            torch.manual_seed(1)
+            image = torch.randn(3, *size, dtype=torch.float64)
+            expected = whole([image])
+            weights = torch.randn_like(expected)
+            (expected * weights).sum().backward()
+            tokens, rows = whole.meta.slices(size, ranks)
+            mine = split.forward_slice(image, ItemSlice(rank, tokens, group))
+            part = slice(rows[rank], rows[rank + 1])
+            assert (mine - expected[part]).abs().max() <= 1e-9, (name, factor, size)
+            (mine * weights[part]).sum().backward()
+        theirs = dict(whole.named_parameters())
+        trained = [(n, p) for n, p in split.named_parameters() if theirs[n].grad is not None]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in trained])
+        dist.all_reduce(flat, group=group)
+        for (local, _), ours in zip(trained, flat.split([p.numel() for _, p in trained]), strict=True):
+            gradient = theirs[local].grad.flatten()
+            bound = 1e-6 if "position" in local else 1e-9  # positions are resized in fp32
+            scale = max(1.0, gradient.abs().max().item())
+            assert (ours - gradient).abs().max() <= bound * scale, (name, factor, local)
+
+
+def test_slices_of_images_of_any_size() -> None:
+    run_ranks(both_ways, 3)
