@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import RowError
-from data.rows import REASONING
+from data.rows import MEDIA_CHARACTER, REASONING
 
 MARK_BASE = 0xF0000
 _THINK_TAG = re.compile(r"(</?think>)")
 _EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+_MEDIA_APART = re.compile(f"({MEDIA_CHARACTER.pattern})")
 _OPEN_THINK = re.compile(r"<think>\s*\Z")
 
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
@@ -217,7 +218,15 @@ def _mark_strings(value: Any, mark: str) -> Any:
 
 
 def _around(text: str, mark: str) -> str:
-    """Marks inside the outer white space, so that a template that strips does the same with them."""
+    """Marks around each stretch of text between media, because a template may put tokens of its own around
+    those; inside the outer white space, so that a template that strips does the same with them."""
+    return "".join(
+        piece if MEDIA_CHARACTER.fullmatch(piece) else _around_words(piece, mark)
+        for piece in _MEDIA_APART.split(text)
+    )
+
+
+def _around_words(text: str, mark: str) -> str:
     core = text.strip()
     if not core:
         return text

@@ -25,11 +25,13 @@ _CACHED_BYTES = 64 * 2**20  # of preprocessed media, per process
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """input_ids: int64 [tokens]. labels: int64 [tokens], at t what t predicts, -100 for nothing."""
+    """input_ids: int64 [tokens]. labels: int64 [tokens], at t what t predicts, -100 for nothing. positions:
+    int64 [tokens], or [k, tokens] of k kinds."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     meta: SampleMeta
+    positions: np.ndarray
 
 
 class IndexedDataset:
@@ -160,7 +162,7 @@ class IndexedDataset:
             or offsets != spans
         ):
             raise RowError("row has changed since it was indexed", changed)
-        return EncodedSample(input_ids, labels, meta)
+        return EncodedSample(input_ids, labels, meta, self.text.positions(meta))
 
     def load_media(self, row: int, ordinal: int) -> np.ndarray:
         """float32 of the planned shape, image [3, height, width], audio [n_mels, frames]; not to be changed.

@@ -85,7 +85,7 @@ def fingerprint(
     }
     parts = [
         VERSION, index_layout.BLOCK_ROWS, index_layout.MAX_BLOCKS, index_layout.CHUNK, source.fingerprint,
-        reading, tokenizer, text.tokenizer.special_tokens_map, text.chat_template, text.chat_template_kwargs,
-        text.loss_on, text.placeholders, processors, measured, limits,
+        type(text).__name__, reading, tokenizer, text.tokenizer.special_tokens_map, text.chat_template,
+        text.chat_template_kwargs, text.loss_on, text.placeholders, processors, measured, limits,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -28,14 +28,14 @@ def inspect_samples(dataset: IndexedDataset, n: int) -> str:
 def inspect_sample(dataset: IndexedDataset, row: int) -> str:
     """One sample: where it is from, its text, its media, and a table of its tokens outside of media."""
     sample = dataset.encode(row)
-    meta = sample.meta
+    meta, last = sample.meta, sample.positions.max()
     predicted = [False, *(sample.labels[:-1] != IGNORED).tolist()]
     ids = sample.input_ids.tolist()
     tokenizer = dataset.text.tokenizer
     words = [tokenizer.decode([token]) for token in ids]
     lines = [
         f"sample {row} ({dataset.where(row)}){': task ' + meta.task if meta.task else ''}",
-        f"{meta.tokens} tokens at positions 0 to {meta.tokens - 1}, {meta.target_tokens} of them targets",
+        f"{meta.tokens} tokens at positions 0 to {last}, {meta.target_tokens} of them targets",
     ]
     lines += [f"  {_item_line(item)}" for item in meta.items]
     lines += [f"  | {line}" for line in _marked(tokenizer, ids, predicted, meta).split("\n")]

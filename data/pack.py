@@ -19,10 +19,10 @@ Failed = tuple[int, str]
 class PackedNumpy:
     """A micro-batch of n samples, T tokens, N targets and R feature rows; empty ones have T = 0 and n = 0.
 
-    input_ids, position_ids (from 0 in each sample): int64 [T]. cu_seqlens: int32 [n + 1]. The logits at
-    target_positions int64 [N] predict target_ids int64 [N], which belong to samples sample_of_target int64
-    [N]. feature_positions: int64 [R], increasing: where feature rows take the place of placeholder
-    embeddings.
+    input_ids, position_ids (from 0 in each sample): int64 [T]; positions of k kinds [k, T]. cu_seqlens: int32
+    [n + 1]. The logits at target_positions int64 [N] predict target_ids int64 [N], which belong to samples
+    sample_of_target int64 [N]. feature_positions: int64 [R], increasing: where feature rows take the place of
+    placeholder embeddings.
     """
 
     input_ids: np.ndarray
@@ -45,7 +45,9 @@ def pack(dataset: IndexedDataset, micro_batch: MicroBatch) -> tuple[PackedNumpy,
         except RowError as error:
             failed.append((meta.row, str(error)))
             blank = np.zeros(meta.tokens, dtype=np.int64)
-            samples.append(EncodedSample(blank, np.full_like(blank, IGNORED), meta))
+            samples.append(
+                EncodedSample(blank, np.full_like(blank, IGNORED), meta, dataset.text.positions(meta))
+            )
     return pack_samples(samples, micro_batch.cu_seqlens), failed
 
 
@@ -55,7 +57,7 @@ def pack_samples(samples: list[EncodedSample], cu_seqlens: tuple[int, ...]) -> P
     cu_seqlens = np.array(cu_seqlens, dtype=np.int32)
     return PackedNumpy(
         input_ids=_joined(sample.input_ids for sample in samples),
-        position_ids=_joined(np.arange(len(sample.input_ids)) for sample in samples),
+        position_ids=_joined_positions([sample.positions for sample in samples]),
         cu_seqlens=cu_seqlens,
         target_positions=targets,
         target_ids=labels[targets],
@@ -71,6 +73,10 @@ def feature_positions(meta: SampleMeta) -> np.ndarray:
     """Positions in one sample that hold feature rows, increasing, int64."""
     spans = sorted(span for item in meta.items for span in item.spans)
     return _joined(np.arange(offset, offset + length) for offset, length in spans)
+
+
+def _joined_positions(positions: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(positions, axis=-1) if positions else np.zeros(0, dtype=np.int64)
 
 
 def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -12,11 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from data.errors import MediaError
+from data.grid_images import grid_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
+from data.padded_audio import PaddedAudioPreprocess
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import read_geometry, tower_config
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
+from omni_ds.plan.towers.qwen_audio import REACH
 
 
 class Preprocess(Protocol):
@@ -131,12 +134,16 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
+        if hf_config.get("spatial_merge_size"):
+            return grid_preprocess(where, _load_image_processor(where, encoder), encoder, hf_config)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)
         return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
+        if hf_config.get("model_type") == "qwen2_audio_encoder":
+            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
 

@@ -1,10 +1,13 @@
 """The text and media side of a configuration: tokenizer with placeholders, one preprocessing each."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.placeholders import add_placeholders
+from data.model_text import ModelTextProcessor
+from data.placeholders import Placeholder, add_placeholders
+from data.positions import GridPositions
 from data.preprocess import Preprocess, build_preprocess
 from data.text import TextProcessor
 from omni_ds.errors import UserError
@@ -28,20 +31,74 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
+def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any]) -> TextProcessor:
+    """Tokenizer and chat template of the checkpoint `omni.model`.
+
+    tokens: encoder -> id of its placeholder. grids: EncoderMetas whose features have places in a grid of
+    cells of `side` pixels; none: positions count the tokens.
+    """
+    model, data = config.omni.model, config.omni.data
+    part = config.omni.llm.model_copy(
+        update={"path": model.path, "trust_remote_code": model.trust_remote_code}
+    )
+    tokenizer = load_tokenizer(part, "omni.model.path")
+    placeholders = {
+        name: Placeholder(name, encoder.modality, tokenizer.convert_ids_to_tokens(token), token, added=False)
+        for name, encoder in config.omni.encoders.items()
+        for token in (tokens[name],)
+    }
+    text = ModelTextProcessor(
+        tokenizer,
+        placeholders,
+        chat_template=read_template(data.chat_template) or processor_template(model.path),
+        chat_template_kwargs=data.chat_template_kwargs,
+        loss_on=data.loss_on,
+    )
+    if grids:
+        text.positions = GridPositions({meta.name: meta.side for meta in grids})
+    return text
+
+
+def processor_template(path: str) -> str | None:
+    """The chat template that a checkpoint's processor brings, in any of the files it may be in; None: it is
+    the tokenizer's."""
+    from transformers.utils import cached_file
+
+    for name in ("chat_template.jinja", "chat_template.json", "processor_config.json"):
+        file = cached_file(
+            path,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is None:
+            continue
+        content = Path(file).read_text()
+        template = content if name.endswith(".jinja") else json.loads(content).get("chat_template")
+        if template:
+            return template
+    return None
+
+
 def build_media(config: Any, encoder_configs: Mapping[str, Any]) -> dict[str, Preprocess]:
     """Preprocessing by encoder. encoder_configs: name -> HF config of the tower."""
+    sections = config.omni.encoders
+    if (model := config.omni.model) is not None:
+        given = {"path": model.path, "trust_remote_code": model.trust_remote_code}
+        sections = {name: encoder.model_copy(update=given) for name, encoder in sections.items()}
     return {
         name: build_preprocess(name, encoder, encoder_configs[name].to_dict())
-        for name, encoder in config.omni.encoders.items()
+        for name, encoder in sections.items()
     }
 
 
-def load_tokenizer(llm: Any) -> Any:
-    """The HF tokenizer of `omni.llm`: `tokenizer`, else the one in `path`."""
+def load_tokenizer(llm: Any, key: str = "omni.llm.path") -> Any:
+    """The HF tokenizer of `omni.llm`: `tokenizer`, else the one in `path`, which is from `key`."""
     from transformers import AutoTokenizer
 
     path = llm.tokenizer or llm.path
-    key = "omni.llm.tokenizer" if llm.tokenizer or not llm.path else "omni.llm.path"
+    key = "omni.llm.tokenizer" if llm.tokenizer or not llm.path else key
     if path is None:
         raise UserError(
             f"{key}: a model made from an inline config has no tokenizer; name a folder or hub name"

@@ -13,6 +13,7 @@ from data.media import MediaRef, media_ref
 MEDIA_BASE = 0x100000
 """Character `chr(MEDIA_BASE + n)` (private use) stands in texts for the n-th medium of a row."""
 MAX_MEDIA = 4096
+MEDIA_CHARACTER = re.compile(f"[{chr(MEDIA_BASE)}-{chr(MEDIA_BASE + MAX_MEDIA - 1)}]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Under these names a message can hold its thought apart from its content; transformers knows them all."""
 

@@ -14,10 +14,10 @@ import numpy as np
 from data.chat import ChatRenderer, Rendered
 from data.errors import RowError
 from data.labels import Ranges, check_decodes, gaps, shift_labels, target_ranges, target_tokens
+from data.media import MediaRef
 from data.placeholders import Placeholder
-from data.rows import MAX_MEDIA, MEDIA_BASE, Sample
-
-_MEDIA = re.compile(f"[{chr(MEDIA_BASE)}-{chr(MEDIA_BASE + MAX_MEDIA - 1)}]")
+from data.positions import Positions, sequence_positions
+from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ class TextProcessor:
         own = {p.token for p in self.placeholders.values()}
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | own
         special |= {token for token in (tokenizer.eos_token, tokenizer.bos_token) if token}
-        self._special = _any_of(special)
+        self._special = any_of(special)
         self._parts = self._takes_parts()
         ends = special - own - ({tokenizer.bos_token} - {tokenizer.eos_token})
-        self._chat = ChatRenderer(self._render(None), _any_of(ends))
+        self._chat = ChatRenderer(self._render(None), any_of(ends))
+        self.positions: Positions = sequence_positions
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property
@@ -128,11 +129,11 @@ class TextProcessor:
             )
         return Tokenised(ids, mask, slots)
 
-    def _render(self, tools: Sequence[Any] | None) -> Any:
+    def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
             try:
                 return self.tokenizer.apply_chat_template(
-                    [self._for_template(message) for message in messages],
+                    [self._for_template(message, media) for message in messages],
                     tools=tools,
                     chat_template=self.chat_template,
                     tokenize=False,
@@ -144,7 +145,7 @@ class TextProcessor:
 
         return render
 
-    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _for_template(self, message: Mapping[str, Any], media: Sequence[MediaRef]) -> dict[str, Any]:
         given = {key: value for key, value in message.items() if key != "loss"}
         if self._parts:
             given["content"] = [{"type": "text", "text": message["content"]}]
@@ -165,7 +166,7 @@ class TextProcessor:
     def _rendered(self, sample: Sample) -> Rendered:
         if not self.chat_template:
             raise RowError("no chat template", "the tokenizer has none: set omni.data.chat_template")
-        rendered = self._chat.with_render(self._render(sample.tools))(sample.messages)
+        rendered = self._chat.with_render(self._render(sample.tools, sample.media))(sample.messages)
         unmarked = json.dumps(sample.tools, ensure_ascii=False, default=str) if sample.tools else ""
         if not rendered.exact:
             unmarked += json.dumps(sample.messages, ensure_ascii=False, default=str)
@@ -194,7 +195,7 @@ class TextProcessor:
         """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
         it out.
         """
-        found = list(_MEDIA.finditer(text))
+        found = list(MEDIA_CHARACTER.finditer(text))
         if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
             raise RowError(
                 "chat template drops or moves media",
@@ -217,7 +218,7 @@ class TextProcessor:
             gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
         ]
         queue = iter(tokens)
-        return _MEDIA.sub(lambda _: next(queue), text), moved(targets), moved(literal)
+        return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary
@@ -277,7 +278,7 @@ def _default_template(template: str | Mapping[str, str] | None) -> str | None:
     return template.get("default") if isinstance(template, Mapping) else template
 
 
-def _any_of(tokens: Iterable[str | None]) -> re.Pattern[str]:
+def any_of(tokens: Iterable[str | None]) -> re.Pattern[str]:
     """Pattern of any of the tokens, longer ones first; of nothing when there is none."""
     names = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")

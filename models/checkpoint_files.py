@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,7 +15,54 @@ from omni_ds.errors import UserError
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAPPED = 4 << 20  # bytes read from a file before it is opened anew: what was read stays mapped until then
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+)
+_SIDE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.py", "LICENSE*", "*.tiktoken"]
+
+
+def side_files(path: str) -> list[Path]:
+    """Every file of a checkpoint but its weights: configuration, tokenizer, processor, templates, papers.
+
+    Sub-folders and hidden files are left out, and so is the list that an export of ours leaves.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=_SIDE_PATTERNS))
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith(_WEIGHTS)
+        and file.name != "omni_export.json"
+    )
 
 
 class WeightSource:
@@ -75,6 +123,9 @@ class WeightSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._slice(name).get_dtype()]
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
         """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's "

@@ -72,7 +72,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """HF's attention of the Llama shape, with the query and key norms of Qwen3 where there are any."""
-    if not hidden_states.is_cuda:
+    # Rotations of several kinds are chosen from in HF's attention of some releases (mrope).
+    if not hidden_states.is_cuda or position_embeddings[0].dim() > 3:
         return type(self).forward(
             self,
             hidden_states=hidden_states,

@@ -20,7 +20,9 @@ def load_hf_config(part: Any, kind: Literal["llm", "encoder"], where: str = "") 
     architecture.
     """
     where = where or ("omni.llm" if kind == "llm" else "omni.encoders")
-    config = _from_path(part, where) if part.path else _from_dict(part.config, where)
+    config = (
+        read_config(part.path, part.trust_remote_code, where) if part.path else _from_dict(part.config, where)
+    )
     if kind == "llm":
         find_family(config)
         return config
@@ -33,19 +35,19 @@ def load_hf_config(part: Any, kind: Literal["llm", "encoder"], where: str = "") 
     return config if model_type == config.model_type else config.vision_config
 
 
-def _from_path(part: Any, where: str) -> PreTrainedConfig:
-    folder = Path(part.path)
+def read_config(path: str, trust_remote_code: bool, where: str) -> PreTrainedConfig:
+    """config.json of a local folder or a repository of the hub; UserError with ``where`` when there is
+    none."""
+    folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{where}.path: {part.path} has no config.json; name the folder of an HF checkpoint")
-    if not folder.is_dir() and (
-        folder.is_absolute() or part.path.startswith(".") or part.path.count("/") > 1
-    ):
-        raise UserError(f"{where}.path: there is no folder {part.path}")
+        raise UserError(f"{where}.path: {path} has no config.json; name the folder of an HF checkpoint")
+    if not folder.is_dir() and (folder.is_absolute() or path.startswith(".") or path.count("/") > 1):
+        raise UserError(f"{where}.path: there is no folder {path}")
     try:
-        return AutoConfig.from_pretrained(part.path, trust_remote_code=part.trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{where}.path: no HF config could be read from {part.path}: {_first_line(error)}. Check the "
+            f"{where}.path: no HF config could be read from {path}: {_first_line(error)}. Check the "
             f"name, and that the checkpoint is on this machine or that the hub can be reached"
         ) from error
 

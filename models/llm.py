@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
 from models.fused import fuse_decoder
@@ -32,7 +32,7 @@ from models.moe import MoEBlock, build_moe, configure_experts
 from models.packed import StageState
 from omni_ds.errors import UserError
 from omni_ds.parallel.layer_groups import ALONE, LayerGroups, degree
-from omni_ds.plan.llm_meta import moe_layer_indices
+from omni_ds.plan.llm_meta import INSIDE, moe_layer_indices
 from omni_ds.plan.region import Region
 from omni_ds.plan.tensor_rules import TensorSizes, check_tensor_degree, layer_styles
 
@@ -62,9 +62,9 @@ class LayerDef:
 
 @dataclass(frozen=True)
 class Family:
-    """HF classes of one decoder family."""
+    """HF classes of one decoder family; ``causal_lm`` None: it exists inside a multimodal model only."""
 
-    causal_lm: type[nn.Module]
+    causal_lm: type[nn.Module] | None
     layer: type[nn.Module]
     norm: type[nn.Module]
     rotary: type[nn.Module]
@@ -72,7 +72,7 @@ class Family:
 
 def find_family(config: PreTrainedConfig) -> Family:
     """HF classes for a config; UserError when the family or its rotary scaling is not supported."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in (*FAMILIES, *INSIDE):
         raise UserError(
             f'omni.llm: model_type "{config.model_type}" is not supported as an LLM; '
             f"supported are {', '.join(FAMILIES)}"
@@ -83,6 +83,8 @@ def find_family(config: PreTrainedConfig) -> Family:
             f'omni.llm: rope_type "{rope_type}" depends on the length of the batch and cannot be packed; '
             f"use one of {', '.join(_ROPE_TYPES)}"
         )
+    if config.model_type in INSIDE:
+        return _decoder_classes(config)
     causal_lm = AutoModelForCausalLM._model_mapping[type(config)]
     module, stem = sys.modules[causal_lm.__module__], causal_lm.__name__.removesuffix("ForCausalLM")
     return Family(
@@ -91,6 +93,22 @@ def find_family(config: PreTrainedConfig) -> Family:
         norm=getattr(module, f"{stem}RMSNorm"),
         rotary=getattr(module, f"{stem}RotaryEmbedding"),
     )
+
+
+_INSIDE: dict[type[PreTrainedConfig], Family] = {}
+
+
+def _decoder_classes(config: PreTrainedConfig) -> Family:
+    """Classes of a decoder without a causal LM of its own, from its module tree."""
+    found = _INSIDE.get(type(config))
+    if found is None:
+        small = copy.deepcopy(config)
+        small.num_hidden_layers = 1
+        with torch.device("meta"):
+            model = AutoModel.from_config(small)
+        found = Family(None, type(model.layers[0]), type(model.norm), type(model.rotary_emb))
+        _INSIDE[type(config)] = found
+    return found
 
 
 def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -169,9 +187,11 @@ class DecoderLayer(nn.Module):
         if state.hidden.shape[0] == 0:
             return state
         hidden = state.hidden.unsqueeze(0)
-        position_ids = state.batch.position_ids.unsqueeze(0)
+        position_ids = state.batch.position_ids.unsqueeze(-2)  # [1, T], or [k, 1, T] of k kinds
         if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
             state.rotary = self._rotary(hidden, position_ids)
+        if position_ids.dim() == 3:  # the kinds are for the rotation alone
+            position_ids = position_ids[0]
         packing = state.packing_for(self.groups.sequence).with_mask(self.mask)
         if self.recompute and self.training:
             out, logits = checkpoint(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.multimodal import Multimodal
 from models.weights import PartWeights, check_weights, fill_module, llm_weights, tower_weights
 
 _BLOCK = 4096
@@ -85,6 +86,17 @@ def load_llm(
         fill_module(module, module.hf_names(), sources, seed, std=config.initializer_range)
     check_weights(sources)
     return {name: dtype for source in sources for name, dtype in source.dtypes.items()}
+
+
+def load_model(
+    modules: Iterable[nn.Module], encoders: Iterable[Encoder], model: Multimodal, seed: int
+) -> dict[str, torch.dtype]:
+    """Fill this stage's layers and the encoders from one checkpoint. See :func:`load_llm`."""
+    source = _Recorded(model.weights())
+    for module in (*modules, *encoders):
+        fill_module(module, module.hf_names(), [source], seed)
+    check_weights([source])
+    return source.dtypes
 
 
 def load_encoder(encoder: Encoder, part: Any, config: PreTrainedConfig, seed: int) -> dict[str, torch.dtype]:

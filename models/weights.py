@@ -60,9 +60,13 @@ class PartWeights:
         self._made: dict[str, Tensor] = {}
         self._made_of: tuple = ()
 
+    def local(self, name: str) -> str:
+        """A global name -> the name in the HF class."""
+        return name.removeprefix(self.prefix)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor by global name, None when the checkpoint has none; reads nothing."""
-        local = name.removeprefix(self.prefix)
+        local = self.local(name)
         recipe = self._recipes.get(local)
         if recipe is None:
             return None
@@ -77,7 +81,7 @@ class PartWeights:
         A conversion is read in whole, once for all tensors it makes, except that of several experts only
         those asked for are.
         """
-        local = name.removeprefix(self.prefix)
+        local = self.local(name)
         recipe = self._recipes.get(local)
         if recipe is None:
             return None

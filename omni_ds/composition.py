@@ -1,10 +1,13 @@
 """What a config composes: HF configs, numbers for the plan, processors. Nothing is allocated."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omni_ds.config import Config
+from omni_ds.config.load import validate
+from omni_ds.errors import UserError
 from omni_ds.plan.build import Plan, PlanOptions, build_plan
 from omni_ds.plan.cost import encoder_work_per_token
 from omni_ds.plan.encoder_meta import EncoderMeta
@@ -22,6 +25,7 @@ class Composition:
         embedding_rows: of the LLM before tokens were added.
         encoder_configs: HF config of each tower.
         llm, encoders: the same in numbers.
+        model: the checkpoint that all parts are from, with ``omni.model``.
         text: tokenizer, chat template and placeholders; None when only numbers were asked for.
         media: preprocessing by encoder; empty with ``text`` None.
     """
@@ -31,12 +35,37 @@ class Composition:
     encoder_configs: dict[str, Any]
     llm: LLMMeta
     encoders: tuple[EncoderMeta, ...]
+    model: Any = None
     text: Any = None
     media: dict[str, Any] = field(default_factory=dict)
 
 
+def complete(config: Config) -> Config:
+    """The configuration with a section for every encoder that is found in ``omni.model``.
+
+    Raises:
+        UserError: the checkpoint is missing or not supported, or a section is for no part of it.
+    """
+    if config.omni.model is None:
+        return config
+    from models.multimodal import merged_section, read_model
+
+    model = read_model(config.omni.model)
+    values = config.to_dict()
+    given = values["omni"].setdefault("encoders", {})
+    if unknown := sorted(given.keys() - model.sections.keys()):
+        raise UserError(
+            f"omni.encoders.{unknown[0]}: {model.path} has no part of this name; its encoders are "
+            f"{', '.join(model.sections)}"
+        )
+    values["omni"]["encoders"] = {
+        name: merged_section(name, given.get(name, {}), decided) for name, decided in model.sections.items()
+    }
+    return validate(values)
+
+
 def read_composition(config: Config, *, processors: bool = True) -> Composition:
-    """Read the parts named by ``config``.
+    """Read the parts named by ``config``, which is :func:`complete`.
 
     Args:
         processors: False leaves tokenizer and media processors out, for planning without data.
@@ -44,32 +73,53 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
     Raises:
         UserError: a missing or unsupported checkpoint, or geometry that does not fit.
     """
-    from models.hf_config import load_hf_config  # imports transformers
-
-    omni = config.omni
-    llm_config = load_hf_config(omni.llm, "llm", "omni.llm")
-    encoder_configs = {
-        name: load_hf_config(encoder, "encoder", f"omni.encoders.{name}")
-        for name, encoder in omni.encoders.items()
-    }
+    model, llm_config, encoder_configs = _read_parts(config)
+    llm = LLMMeta.from_config(llm_config.to_dict(), trainable=not config.omni.llm.freeze)
+    encoders = tuple(
+        EncoderMeta.from_config(name, config.omni.encoders[name], hf.to_dict(), llm_config.hidden_size)
+        for name, hf in encoder_configs.items()
+    )
     text, media, embedding_rows = None, {}, llm_config.vocab_size
     if processors:
-        from data.processors import build_media, build_text
+        from data.processors import build_media, build_model_text, build_text
 
-        text = build_text(config)
-        llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
+        if model is None:
+            text = build_text(config)
+            llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
+            llm = replace(llm, vocab=llm_config.vocab_size)
+        else:
+            tokens = {name: tower.token_id for name, tower in model.towers.items()}
+            text = build_model_text(config, tokens, encoders if model.family.grid_positions else ())
         media = build_media(config, encoder_configs)
     return Composition(
         llm_config=llm_config,
         embedding_rows=embedding_rows,
         encoder_configs=encoder_configs,
-        llm=LLMMeta.from_config(llm_config.to_dict(), trainable=not omni.llm.freeze),
-        encoders=tuple(
-            EncoderMeta.from_config(name, omni.encoders[name], hf.to_dict(), llm_config.hidden_size)
-            for name, hf in encoder_configs.items()
-        ),
+        llm=llm,
+        encoders=encoders,
+        model=model,
         text=text,
         media=media,
+    )
+
+
+def _read_parts(config: Config) -> tuple[Any, Any, dict[str, Any]]:
+    """(the checkpoint of ``omni.model`` or None, HF config of the LLM, of each tower)."""
+    omni = config.omni
+    if omni.model is not None:
+        from models.multimodal import read_model
+
+        model = read_model(omni.model)
+        return model, copy.deepcopy(model.llm_config), {n: t.config for n, t in model.towers.items()}
+    from models.hf_config import load_hf_config  # imports transformers
+
+    return (
+        None,
+        load_hf_config(omni.llm, "llm", "omni.llm"),
+        {
+            name: load_hf_config(encoder, "encoder", f"omni.encoders.{name}")
+            for name, encoder in omni.encoders.items()
+        },
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_ds.composition import plan_of, read_composition
+from omni_ds.composition import complete, plan_of, read_composition
 from omni_ds.config.load import load_config
 from omni_ds.config.resolve import resolve
 from omni_ds.errors import UserError
@@ -26,7 +26,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
     from omni_ds.plan.example import example_samples, mixes_of
     from omni_ds.plan.render import format_plan
 
-    config = load_config(arguments.deepspeed_config, arguments.set)
+    config = complete(load_config(arguments.deepspeed_config, arguments.set))
     stages = config.pipeline.stages
     world = arguments.world_size or (1 if stages == "auto" else stages)
     composition = read_composition(config, processors=False)
@@ -72,7 +72,7 @@ def inspect_samples(arguments: argparse.Namespace) -> int:
     from data.index import open_dataset
     from data.inspect import inspect_samples as inspect
 
-    config = load_config(arguments.deepspeed_config, arguments.set)
+    config = complete(load_config(arguments.deepspeed_config, arguments.set))
     composition = read_composition(config)
     dataset = open_dataset(
         config.omni.data.train,

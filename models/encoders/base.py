@@ -45,11 +45,17 @@ class Encoder(nn.Module):
 
     unused: tuple[str, ...] = ()
 
-    def __init__(self, meta: EncoderMeta, tower: nn.Module, recompute: bool = False):
+    def __init__(
+        self,
+        meta: EncoderMeta,
+        tower: nn.Module,
+        recompute: bool = False,
+        projector: nn.Module | None = None,
+    ):
         super().__init__()
         self.meta, self.recompute = meta, recompute
         self.tower = tower
-        self.projector = Projector(meta)
+        self.projector = Projector(meta) if projector is None else projector
 
     @property
     def name(self) -> str:
@@ -71,7 +77,7 @@ class Encoder(nn.Module):
     def minimal_values(self, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
         """The smallest legal item, all zero: for a rank without work that has to take part in a
         collective."""
-        lead = self.meta.channels if self.meta.family == "vit" else self.meta.mels
+        lead = self.meta.mels or self.meta.channels
         return [torch.zeros(lead, *self.meta.minimal_shape(), device=device, dtype=dtype)]
 
     def forward(self, values: Sequence[Tensor]) -> Tensor:
@@ -84,7 +90,7 @@ class Encoder(nn.Module):
         trains = any(parameter.requires_grad for parameter in self.tower.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             features, grids = self.features(values)
-        rows = self.projector(features, grids)
+        rows = self.project(features, grids)
         expected = sum(self.meta.measure(value.shape[1:])[1] for value in values)
         assert rows.shape[0] == expected, f"{rows.shape[0]} feature rows, the plan expects {expected}"
         return rows
@@ -97,7 +103,11 @@ class Encoder(nn.Module):
         trains = any(parameter.requires_grad for parameter in self.tower.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             features, grid = self.slice_features(value, part)
-        return self.projector(features, [grid])
+        return self.project(features, [grid])
+
+    def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
+        """Feature rows [rows, H] of what :meth:`features` returned."""
+        return self.projector(features, grids)
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         """Tower features [rows * columns, C] of a slice and their (rows, columns)."""

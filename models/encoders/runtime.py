@@ -11,13 +11,20 @@ from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
 from models.encoders.naflex import NaflexEncoder
+from models.encoders.qwen_audio import QwenAudioEncoder
+from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.image_size import NAFLEX
 
-_FAMILIES: dict[str, type[Encoder]] = {"vit": VitEncoder, "whisper": WhisperEncoder}
+_FAMILIES: dict[str, type[Encoder]] = {
+    "vit": VitEncoder,
+    "whisper": WhisperEncoder,
+    "qwen_vision": QwenVisionEncoder,
+    "qwen_audio": QwenAudioEncoder,
+}
 _BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
 
 

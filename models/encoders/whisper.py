@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperTower
 
@@ -69,30 +69,29 @@ class WhisperEncoder(Encoder):
                 cut = [pad_window(window, self.meta.window) for window in cut]
             windows.extend(cut)
             tokens.append(sum((window.shape[1] + 1) // 2 for window in cut))
-        hidden, segments = self.embed(windows)
+        segments = [(window.shape[1] + 1) // 2 for window in windows]
+        hidden = embed_windows(self.tower, windows, segments, self.meta.window)
         hidden = self.run_layers(self.tower.layers, hidden, segments)
         return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
 
-    def embed(self, windows: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Windows [mels, n] -> packed tokens [sum of ceil(n / 2), C], positions added, and tokens of each.
 
-        All windows lie on one time axis, one or two frames of zeros between them, each starting at an even
-        frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
-        nothing but the gaps is wasted. The first convolution's output is set to zero in the gaps, which is
-        what the second one finds beyond a window that stands alone.
-        """
-        tower = self.tower
-        device = windows[0].device
-        frames = [window.shape[1] for window in windows]
-        spans = [*(n + 2 - n % 2 for n in frames[:-1]), frames[-1]]
-        axis = torch.cat(
-            [F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1
-        )
-        inside = torch.cat([torch.arange(span) < n for n, span in zip(frames, spans, strict=True)])
-        hidden = F.gelu(tower.conv1(axis[None])) * inside.to(device)
-        hidden = F.gelu(tower.conv2(hidden))[0].T
-        segments = [(n + 1) // 2 for n in frames]
-        within = [torch.arange(n) for n in segments]
-        starts = [0, *itertools.accumulate(span // 2 for span in spans)]
-        rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)]).to(device)
-        return hidden.index_select(0, rows) + tower.embed_positions(torch.cat(within).to(device)), segments
+def embed_windows(tower: nn.Module, windows: Sequence[Tensor], segments: Sequence[int], limit: int) -> Tensor:
+    """Windows [mels, n] -> packed tokens [sum of segments, C], positions added: the first ``segments`` of
+    each window's.
+
+    All windows lie on one time axis, one or two frames of zeros between them, each starting at an even
+    frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
+    nothing but the gaps is wasted. The first convolution's output is set to zero in the gaps and behind
+    ``limit`` frames, which is what the second one finds beyond a window that stands alone.
+    """
+    device = windows[0].device
+    frames = [window.shape[1] for window in windows]
+    spans = [*(n + 2 - n % 2 for n in frames[:-1]), frames[-1]]
+    axis = torch.cat([F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1)
+    inside = torch.cat([torch.arange(span) < min(n, limit) for n, span in zip(frames, spans, strict=True)])
+    hidden = F.gelu(tower.conv1(axis[None])) * inside.to(device)
+    hidden = F.gelu(tower.conv2(hidden))[0].T
+    within = [torch.arange(n) for n in segments]
+    starts = [0, *itertools.accumulate(span // 2 for span in spans)]
+    rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)]).to(device)
+    return hidden.index_select(0, rows) + tower.embed_positions(torch.cat(within).to(device))

@@ -20,12 +20,7 @@ def refuse_unsupported(config: Config) -> None:
 
 def _unsupported(config: Config) -> Iterator[str]:
     omni = config.omni
-    if omni.model is not None:  # the parts in it are not looked at: their modality is not known
-        yield (
-            "omni.model is not supported yet: a whole multimodal checkpoint cannot be taken apart; use "
-            "omni.llm and omni.encoders.<name>, each with the path of its own checkpoint"
-        )
-    else:
+    if omni.model is None:  # what a whole checkpoint takes is known when it is read
         yield from _encoders(config)
     yield from _llm_memory(config)
     for name, source in omni.eval.sets.items():

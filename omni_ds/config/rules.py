@@ -128,6 +128,8 @@ def _something_trains(config: Config) -> Iterator[str]:
     frozen = [omni.llm.freeze]
     for encoder in omni.encoders.values():
         frozen += [encoder.freeze, encoder.projector.freeze]
+    if omni.model is not None and not omni.encoders:
+        return  # it has parts that are not known yet
     if all(frozen):
         yield (
             "omni: every part is frozen, so there is nothing to learn; set freeze to false in omni.llm, an "

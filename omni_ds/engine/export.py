@@ -1,7 +1,8 @@
 """Write the trained model as an HF folder, each rank its own share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from omni_ds.checkpoint.copies import in_first_shards
 from omni_ds.checkpoint.export import ExportParts, ShardWriter, check_export_target, finish_export
+from omni_ds.checkpoint.export_model import finish_model_export, write_unused
 from omni_ds.checkpoint.export_shards import Manifest
 from omni_ds.checkpoint.full_weights import full_parameters
 from omni_ds.composition import Composition
 from omni_ds.config import Config
 from omni_ds.engine.runtime import Runtime
+from omni_ds.engine.summary import encoder_names
 from omni_ds.errors import UserError
 from omni_ds.parallel.agreement import all_or_error, broadcast_from_rank_0
 
@@ -32,10 +35,13 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     Raises:
         UserError: the folder cannot be written; on every rank.
     """
-    group = runtime.groups.control
+    group, model = runtime.groups.control, composition.model
     writer = all_or_error(
         lambda: ShardWriter(
-            out_dir, f"rank{runtime.rank:05d}", config.omni.export.max_shard_size, _dtype_of(config, runtime)
+            out_dir,
+            f"rank{runtime.rank:05d}",
+            config.omni.export.max_shard_size,
+            _dtype_of(config, runtime, model),
         ),
         group,
     )
@@ -46,12 +52,18 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
         originals=runtime.frozen_originals,
         wanted=in_first_shards(runtime.plan.mesh, runtime.rank),
     )
-    problem = _write(writer, parameters)
+    names_of = _own_name if model is None else model.original_names
+    problem = _write(writer, parameters, names_of)
     with runtime.encoders.ranks.active():
         parameters = full_parameters(
             runtime.encoder_parameters(), originals=runtime.frozen_originals, wanted=runtime.rank == 0
         )
-        problem = _write(writer, parameters) or problem
+        problem = _write(writer, parameters, names_of) or problem
+    if model is not None and runtime.rank == 0 and problem is None:
+        try:
+            write_unused(writer, model, encoder_names(runtime.encoders.encoders()))
+        except UserError as error:
+            problem = error
 
     def close() -> Manifest:
         if problem is not None:
@@ -61,27 +73,45 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     manifest = all_or_error(close, group)
     manifests: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(manifests, manifest, group=group)
+    if model is not None:
+        return broadcast_from_rank_0(
+            lambda: finish_model_export(out_dir, manifests, model, config), runtime.groups.patient
+        )
     return broadcast_from_rank_0(
         lambda: finish_export(out_dir, manifests, _parts(config, composition)), runtime.groups.patient
     )
 
 
-def _write(writer: ShardWriter, parameters: Iterator[tuple[str, Tensor]]) -> UserError | None:
-    """Go through ``parameters``, which is collective, to its end; returns what went wrong on the way."""
+def _own_name(name: str) -> tuple[str, ...]:
+    return (name,)
+
+
+def _write(
+    writer: ShardWriter,
+    parameters: Iterator[tuple[str, Tensor]],
+    names_of: Callable[[str], tuple[str, ...]],
+) -> UserError | None:
+    """Go through ``parameters``, which is collective, to its end; returns what went wrong on the way.
+
+    names_of: global name -> the names to write a parameter under.
+    """
     problem = None
     for name, tensor in parameters:
         if problem is None:
             try:
-                writer.add(name, tensor)
+                for written in names_of(name):
+                    writer.add(written, tensor)
             except UserError as error:
                 problem = error
     return problem
 
 
-def _dtype_of(config: Config, runtime: Runtime):
+def _dtype_of(config: Config, runtime: Runtime, model: Any) -> Callable[[str], torch.dtype]:
     if config.omni.export.dtype is not None:
         wanted = getattr(torch, config.omni.export.dtype)
         return lambda name: wanted
+    if model is not None:
+        return model.source.dtype
     return lambda name: runtime.source_dtypes.get(name, torch.float32)
 
 

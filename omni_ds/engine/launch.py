@@ -17,7 +17,7 @@ from data.loader import EvalLoader, StepLoader
 from data.sampler import GlobalBatchSampler
 from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import read_index, set_aside_after, write_atomically
-from omni_ds.composition import Composition, mesh_of, plan_of, read_composition
+from omni_ds.composition import Composition, complete, mesh_of, plan_of, read_composition
 from omni_ds.config import Config
 from omni_ds.config.load import load_config
 from omni_ds.config.resolve import resolve
@@ -26,7 +26,13 @@ from omni_ds.engine.export import check_target, export_model
 from omni_ds.engine.metrics import Reporter
 from omni_ds.engine.pipeline_module import stage_device
 from omni_ds.engine.runtime import Runtime, build_runtime
-from omni_ds.engine.summary import describe_attention, describe_data, describe_parts, describe_plan
+from omni_ds.engine.summary import (
+    describe_attention,
+    describe_data,
+    describe_parts,
+    describe_plan,
+    describe_unused,
+)
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
 from omni_ds.engine.trainer import EvaluationSet, Trainer
@@ -122,6 +128,7 @@ def assemble(config: Config) -> Run:
     rank, world = dist.get_rank(), dist.get_world_size()
     has_cuda = torch.cuda.is_available()
     device = environment.smallest_device()
+    config = same_everywhere(lambda: complete(config))
     config, choice = same_everywhere(lambda: settle_degrees(config, world, device))
     config = same_everywhere(lambda: resolve(config, world, None, has_cuda=has_cuda))
     groups = ProcessGroups.create(mesh_of(config, world), environment.TIMEOUT)
@@ -179,6 +186,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> None:
     for text in (
         describe_parts(config, runtime),
         run.composition.text.describe(run.composition.embedding_rows),
+        describe_unused(run.composition, runtime),
         "" if run.choice is None else str(run.choice),
         describe_plan(run.plan, numerics_of(config, fused=runtime.device.type == "cuda")),
         describe_attention(runtime),

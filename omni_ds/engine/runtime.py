@@ -11,7 +11,7 @@ from models.encoders import RuntimeEncoders, build_encoder
 from models.freeze import set_trainable
 from models.init import empty_parameters
 from models.llm import build_llm_layers
-from models.loading import load_encoder, load_llm
+from models.loading import load_encoder, load_llm, load_model
 from models.parameters import HeldParameter, held_parameters
 from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
 from omni_ds.checkpoint.fragments import WEIGHT, inner_optimizer, is_sharded
@@ -174,6 +174,8 @@ def _load(
     encoders: dict[str, nn.Module],
 ) -> dict[str, torch.dtype]:
     seed, omni = config.omni.train.seed, config.omni
+    if composition.model is not None:
+        return load_model(module.local_layers(), encoders.values(), composition.model, seed)
     dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
     for name, encoder in encoders.items():
         dtypes |= load_encoder(encoder, omni.encoders[name], composition.encoder_configs[name], seed)

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from data.index import IndexedDataset
 from models.attention import describe_backend
 from models.fused import has_liger
+from omni_ds.composition import Composition
 from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr
 from omni_ds.engine.runtime import Runtime
@@ -40,6 +43,19 @@ def describe_parts(config: Config, runtime: Runtime) -> str:
             )
         )
     return _table(("part", "parameters", "trains", "lr"), rows)
+
+
+def describe_unused(composition: Composition, runtime: Runtime) -> str:
+    """What of a whole checkpoint is not trained but exported as it was; empty on ranks without encoders."""
+    encoders = runtime.encoders.encoders()
+    if composition.model is None or encoders.keys() != composition.model.towers.keys():
+        return ""
+    return composition.model.describe_unused(encoder_names(encoders))
+
+
+def encoder_names(encoders: Mapping[str, nn.Module]) -> list[str]:
+    """Global names of the parameters of encoders."""
+    return [name for encoder in encoders.values() for name in encoder.hf_names().values()]
 
 
 def _part(name: str, parameters: int, trains: bool, lr: float) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isqrt
 from typing import TYPE_CHECKING, Any
 
 from omni_ds.errors import UserError
@@ -76,6 +76,10 @@ class EncoderMeta:
         architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
         factor).
         """
+        from omni_ds.plan.towers import TOWERS  # of subclasses of this class
+
+        if hf_config.get("model_type") in TOWERS:
+            return TOWERS[hf_config["model_type"]].from_config(name, encoder, hf_config, llm_hidden)
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
         projector = encoder.projector
@@ -178,6 +182,12 @@ class EncoderMeta:
     def projector_parameters(self) -> int:
         return (self.projector_in + 1) * self.projector_hidden + (self.projector_hidden + 1) * self.out_hidden
 
+    @property
+    def projector_flops(self) -> tuple[int, int]:
+        """Forward FLOPs of the projector's two linears for a row."""
+        hidden = self.projector_hidden
+        return 2 * self.projector_in * hidden, 2 * hidden * self.out_hidden
+
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Segment lengths (tokens) and feature rows of an item.
 
@@ -219,6 +229,15 @@ class EncoderMeta:
         # Not one frame: for that, torch's bf16 convolution on CPU leaves its weight gradient uninitialised.
         return (2,)
 
+    def example_shape(self, scale: float) -> tuple[int, ...]:
+        """Shape of a made-up item of ``scale`` times the encoder's native size."""
+        if self.family == "vit":
+            step = self.minimal_shape()[0]
+            largest = isqrt(self.max_pixels) or self.image
+            side = max(step, int(largest * scale) // step * step)
+            return side, side
+        return (max(self.minimal_shape()[0], int(self.window * scale)),)
+
     def _first_flops(self, segments: Sequence[int]) -> int:
         """The first convolution, whose input needs no gradient."""
         tokens = sum(segments)
@@ -230,21 +249,22 @@ class EncoderMeta:
     def _tower_flops(self, segments: Sequence[int]) -> int:
         tokens = sum(segments)
         per_token = 2 * self.hidden * (4 * self.hidden + self.mlp_matrices * self.intermediate)
-        attention = sum(4 * self.hidden * length * length for length in segments)
         second = 2 * tokens * 3 * self.hidden**2 if self.family == "whisper" else 0
-        return self._first_flops(segments) + second + self.layers * (tokens * per_token + attention)
+        matrices = self.layers * tokens * per_token
+        return self._first_flops(segments) + second + matrices + self._attention_flops(segments)
+
+    def _attention_flops(self, segments: Sequence[int]) -> int:
+        """Scores and values of all layers."""
+        return self.layers * sum(4 * self.hidden * length * length for length in segments)
 
     def forward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""
-        first = self.projector_in * self.projector_hidden
-        second = self.projector_hidden * self.out_hidden
-        return self._tower_flops(segments) + 2 * rows * (first + second)
+        return self._tower_flops(segments) + rows * sum(self.projector_flops)
 
     def backward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen
         tower."""
-        first = 2 * rows * self.projector_in * self.projector_hidden
-        second = 2 * rows * self.projector_hidden * self.out_hidden
+        first, second = (rows * flops for flops in self.projector_flops)
         flops = 0
         if self.tower_trainable:
             flops += 2 * self._tower_flops(segments) - self._first_flops(segments) + first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from math import isqrt
 
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.plan import Plan
@@ -57,19 +56,10 @@ def _item(
     """One medium whose features lie between tokens `start` and `stop` of the sample; none if it cannot."""
     scale = rng.choice((0.25, 0.5, 0.75, 1.0))
     while True:
-        shape = _shape(meta, scale)
+        shape = meta.example_shape(scale)
         segments, rows = meta.measure(shape)
         if rows <= stop - start:
             return (Item(row, ordinal, meta.name, shape, segments, rows, ((start, rows),)),)
         if shape == tuple(meta.minimal_shape()):
             return ()
         scale /= 2
-
-
-def _shape(meta: EncoderMeta, scale: float) -> tuple[int, ...]:
-    if meta.family == "vit":
-        step = meta.minimal_shape()[0]
-        largest = isqrt(meta.max_pixels) or meta.image
-        side = max(step, int(largest * scale) // step * step)
-        return side, side
-    return (max(meta.minimal_shape()[0], int(meta.window * scale)),)

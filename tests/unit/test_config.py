@@ -31,11 +31,9 @@ def test_word_error_rate_is_understood_and_refused():
         load_config(COMPOSED, ["omni.eval.sets.asr.metric=wer"])
 
 
-def test_finetune_example_parses_and_is_refused_as_a_later_feature():
-    path = ROOT / "ds_configs" / "finetune.json"
-    assert parse_config(path).omni.model.path == "Qwen/Qwen2.5-VL-3B-Instruct"
-    with pytest.raises(UserError, match="finetune.json: omni.model is not supported yet: .*; use omni.llm"):
-        load_config(path)
+def test_finetune_example_loads():
+    config = load_config(ROOT / "ds_configs" / "finetune.json")
+    assert config.omni.model.path == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 def test_bundled_configurations_load():

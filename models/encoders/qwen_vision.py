@@ -1,0 +1,164 @@
+"""The vision towers of Qwen2-VL and Qwen2.5-VL on packed images.
+
+Tokens of an image stand block by block, a block being the ``factor`` x ``factor`` patches of one feature row:
+HF's order, in which the merger joins neighbours. In Qwen2.5-VL the blocks are put in the order of their
+windows while the layers run. The blocks are HF's; their attention is called here, because HF's cuts its input
+by ``cu_seqlens`` for back ends it does not know.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from models.attention import ATTENTION_NAME, omni_attention
+from models.encoders.base import Encoder
+from models.masks import Packing
+from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
+
+
+@dataclass(frozen=True)
+class ImageOrder:
+    """Where the tokens of an image stand.
+
+    order: [n] int64, token of each place while layers run; places: its inverse. at: [n, 2] int64, row and
+    column of the patch at each place. windows: tokens of each window, in order of places.
+    """
+
+    order: Tensor
+    places: Tensor
+    at: Tensor
+    windows: tuple[int, ...]
+
+
+@lru_cache(maxsize=512)
+def image_order(rows: int, columns: int, factor: int, window: int) -> ImageOrder:
+    """Of a grid of patches. window: side in blocks; 0: the image is one window, in block order."""
+    blocks = torch.arange((rows // factor) * (columns // factor)).view(rows // factor, columns // factor)
+    side = window or max(blocks.shape)
+    squares = [square for band in blocks.split(side) for square in band.split(side, dim=1)]
+    order = torch.cat([square.flatten() for square in squares])
+    order = (order.unsqueeze(1) * factor**2 + torch.arange(factor**2)).flatten()
+    axes = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    at = torch.stack([_by_block(axis[None], factor).flatten() for axis in axes], dim=1)
+    windows = tuple(square.numel() * factor**2 for square in squares)
+    return ImageOrder(order, order.argsort(), at[order], windows)
+
+
+def _by_block(values: Tensor, factor: int) -> Tensor:
+    """[channels, rows, columns] -> [rows * columns, channels], blocks of factor x factor together."""
+    cut = values.unflatten(2, (-1, factor)).unflatten(1, (-1, factor))  # [channels, R, f, C, f]
+    return cut.permute(1, 3, 2, 4, 0).flatten(0, 3)
+
+
+def image_patches(image: Tensor, patch: int, factor: int, temporal: int) -> Tensor:
+    """[channels, height, width] -> [tokens, channels * temporal * patch * patch] in block order: what Qwen's
+    image processor makes of it."""
+    rows, columns = image.shape[1] // patch, image.shape[2] // patch
+    pixels = image.view(image.shape[0], rows, patch, columns, patch).permute(0, 2, 4, 1, 3).flatten(0, 2)
+    tokens = _by_block(pixels, factor).unflatten(1, (image.shape[0], 1, patch, patch))
+    return tokens.expand(-1, -1, temporal, -1, -1).flatten(1)
+
+
+class QwenVisionEncoder(Encoder):
+    """Item: [channels, height, width], sides a multiple of ``patch * factor``. HF's merger projects."""
+
+    meta: QwenVisionMeta
+
+    def __init__(self, meta: QwenVisionMeta, config: PreTrainedConfig, recompute: bool = False):
+        config = copy.deepcopy(config)
+        config._attn_implementation = ATTENTION_NAME
+        tower = _tower_class(config)._from_config(config)
+        merger = tower.merger
+        del tower.merger
+        super().__init__(meta, tower, recompute, merger)
+        # Not a buffer: casts to bf16 must not touch it.
+        self.frequencies = tower.rotary_pos_emb.inv_freq.detach().clone()
+        self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
+        for block in tower.blocks:
+            block.attn.forward = partial(_attend, block.attn)
+
+    def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+        meta, device = self.meta, values[0].device
+        grids = [(value.shape[1] // meta.patch, value.shape[2] // meta.patch) for value in values]
+        orders = [image_order(*grid, meta.factor, meta.window_side) for grid in grids]
+        lengths = [len(order.order) for order in orders]
+        patches = torch.cat([image_patches(v, meta.patch, meta.factor, meta.temporal) for v in values])
+        hidden = self.tower.patch_embed(
+            patches.index_select(0, _joined([o.order for o in orders]).to(device))
+        )
+        rotary = self._rotary(torch.cat([order.at for order in orders]), device)
+        whole = Packing.of(lengths, device)
+        windows = Packing.of([n for order in orders for n in order.windows], device)
+        for index, block in enumerate(self.tower.blocks):
+            packing = whole if index in self.full else windows
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(
+                    _run, block, hidden, packing, rotary, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = _run(block, hidden, packing, rotary)
+        return hidden.index_select(0, _joined([o.places for o in orders]).to(device)), grids
+
+    def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
+        return self.projector(features)
+
+    def _rotary(self, at: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, 1, head size] in fp32: the first half of the angles turns with the row, the other with
+        the column."""
+        angles = (at.unsqueeze(2).float() * self.frequencies).flatten(1)
+        angles = torch.cat([angles, angles], dim=1).unsqueeze(1).to(device)
+        return angles.cos(), angles.sin()
+
+
+def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    if config.model_type == "qwen2_vl_vision":  # AutoModel does not know it
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+        return Qwen2VisionTransformerPretrainedModel
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    return Qwen2_5_VisionTransformerPretrainedModel
+
+
+def _joined(orders: Sequence[Tensor]) -> Tensor:
+    """Orders of images as one order of their tokens one after the other."""
+    joined, start = [], 0
+    for order in orders:
+        joined.append(order + start)
+        start += len(order)
+    return torch.cat(joined)
+
+
+def _run(block: nn.Module, hidden: Tensor, packing: Packing, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    return block(hidden, cu_seqlens=packing, position_embeddings=rotary)
+
+
+def _attend(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    cu_seqlens: Packing,
+    position_embeddings: tuple[Tensor, Tensor],
+    **kwargs: object,
+) -> Tensor:
+    """The ``forward`` of HF's vision attention on hidden states [T, C], with a Packing in the place of
+    ``cu_seqlens``."""
+    projected = attention.qkv(hidden_states).unflatten(1, (3, attention.num_heads, -1))
+    query, key, value = projected.unbind(1)  # [T, heads, head size]
+    query, key = (_rotated(x, *position_embeddings) for x in (query, key))
+    heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+    out, _ = omni_attention(attention, *heads, cu_seqlens)
+    return attention.proj(out.squeeze(0).flatten(1))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] turned in fp32, by halves."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

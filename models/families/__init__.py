@@ -1,0 +1,11 @@
+"""HF multimodal models that ``omni.model.path`` takes: one line for each ``model_type`` of config.json."""
+
+from models.families.base import ModelFamily
+from models.families.llava import llava_sections
+
+FAMILIES: dict[str, ModelFamily] = {
+    "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
+    "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
+    "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
+    "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
+}

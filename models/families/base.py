@@ -1,0 +1,32 @@
+"""What a family of HF multimodal models has to say for itself; the rest is found in config and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+Section = dict[str, Any]
+
+
+def no_sections(config: PreTrainedConfig) -> dict[str, Section]:
+    return {}
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A line of the table.
+
+    model_class: name of the HF class in transformers. sections: config of a checkpoint -> for a tower's name,
+    the keys of ``omni.encoders.<name>`` that the checkpoint decides; UserError when it asks for what cannot
+    be built. grid_positions: tokens of images have positions in time, height and width (mrope). unused:
+    prefix of a tensor's name in the class, or in the checkpoint where the class has no such tensor -> why
+    nothing is made of it.
+    """
+
+    model_class: str
+    sections: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
+    grid_positions: bool = False
+    unused: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,132 @@
+"""Every family of HF multimodal models, under any layout, equals HF's own class on the unpacked samples.
+
+Bounds, fp32: losses and norms 1e-5 relative, weights after three steps 1e-5 absolute.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import MAKERS, make_model, model_config, rows_of, tower_of
+from parity.model_reference import train_hf_model
+from ranks import run_ranks
+from tiny import merged, write_config
+from worker import merge_weights, train_and_collect
+
+STEPS = 3
+LAYOUTS = {
+    "1": (1, ()),
+    "pp2": (2, ("pipeline.stages=2",)),
+    "dp2": (2, ()),
+    "tp2": (2, ("tensor_parallel.autotp_size=2",)),
+    "sp2": (2, ("sequence_parallel_size=2",)),
+    "pp2tp2": (4, ("pipeline.stages=2", "tensor_parallel.autotp_size=2")),
+    "pp2sp2": (4, ("pipeline.stages=2", "sequence_parallel_size=2")),
+    "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
+}
+FAST = [(family, "pp2") for family in MAKERS]
+FULL = [(family, layout) for family in MAKERS for layout in LAYOUTS if layout != "pp2"]
+
+
+FROZEN: dict[str, dict[str, Any]] = {
+    "tower": {"encoders": {"vision": {"freeze": True}}},
+    "vision": {"encoders": {"vision": {"freeze": True, "projector": {"freeze": True}}}},
+    "llm": {"llm": {"freeze": True}},
+}
+
+
+@functools.cache
+def made(family: str, tied: bool = False, frozen: str = "") -> tuple[Path, Path, Path]:
+    """(checkpoint, rows, configuration) of a tiny model."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
+    raw = model_config(model, rows, folder / "run", tower_of(family))
+    raw["omni"] = merged(raw["omni"], FROZEN.get(frozen, {}))
+    return model, rows, write_config(raw, folder / "config.json")
+
+
+@functools.cache
+def reference(family: str, tied: bool = False, frozen: str = "") -> dict[str, Any]:
+    """The plain loop in a child, so that this process can still fork."""
+    return run_ranks(_reference, 1, *map(str, made(family, tied, frozen)), timeout=120)[0]
+
+
+def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
+    from models.multimodal import read_model
+    from omni_ds.config.load import load_config
+    from omni_ds.engine.launch import assemble
+
+    run = assemble(load_config(config_path))
+    result = train_hf_model(run.config, run.dataset, run.sampler, Path(model), Path(rows), STEPS)
+    checkpoint = read_model(run.config.omni.model)
+    names = [h.name for h in [*run.runtime.module.held(), *run.runtime.encoder_parameters()]]
+    result["names"] = {name: checkpoint.class_name(name) for name in names}
+    return result
+
+
+def check(family: str, layout: str, tied: bool = False, frozen: str = "") -> None:
+    world, overrides = LAYOUTS[layout]
+    config = str(made(family, tied, frozen)[2])
+    results = run_ranks(train_and_collect, world, config, overrides, timeout=180)
+    expected = reference(family, tied, frozen)
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), result["rank"]
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), result["rank"]
+    final = merge_weights(results, "final")
+    assert final.keys() == expected["names"].keys()
+    differences = {
+        name: (final[name] - expected["final"][expected["names"][name]]).abs().max().item() for name in final
+    }
+    worst = max(differences, key=differences.get)
+    assert differences[worst] < 1e-5, (worst, differences[worst])
+
+
+@pytest.mark.parametrize(("family", "layout"), FAST)
+def test_a_family_equals_hf(family: str, layout: str) -> None:
+    check(family, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "layout"), FULL)
+def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
+    check(family, layout)
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_every_gradient_equals_hf(family: str) -> None:
+    """One step of plain gradient descent at rate 1 leaves the gradient as the difference of the weights."""
+    part = f"omni.encoders.{tower_of(family)}"
+    overrides = (
+        "optimizer.type=SGD",
+        'optimizer.params={"lr": 1.0}',
+        "gradient_clipping=0.0",
+        f"{part}.lr=1.0",
+        f"{part}.projector.lr=1.0",
+    )
+    (result,) = run_ranks(train_and_collect, 1, str(made(family)[2]), overrides, 1, timeout=120)
+    expected = reference(family)
+    compared = 0
+    for name, local in expected["names"].items():
+        ours = result["initial"][name] - result["final"][name]
+        theirs = expected["gradients"].get(local, torch.zeros_like(ours))
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), (
+            name,
+            (ours - theirs).abs().max().item(),
+        )
+        compared += local in expected["gradients"]
+    assert compared == len(expected["gradients"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts_equal_hf(frozen: str) -> None:
+    check("qwen2_5_vl", "pp2", frozen=frozen)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_tied_model_equals_hf(family: str) -> None:
+    check(family, "pp2", tied=True)
