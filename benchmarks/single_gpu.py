@@ -78,9 +78,30 @@ TINY = {
 }
 
 
+QWEN = Path(__file__).resolve().parent.parent / "ds_configs" / "models" / "Qwen2.5-VL-3B-Instruct"
+TINY_QWEN = {
+    "text_config": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+    },
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "depth": 2,
+        "out_hidden_size": 256,
+        "fullatt_block_indexes": [1],
+    },
+}
+
+
 def configuration(model: str, budget: int, options: argparse.Namespace) -> dict:
     """The JSON of a run; `budget`: tokens of a micro-batch."""
     small = TINY if options.tiny else {"llm": {}, "vision": {}, "audio": {}}
+    if model == "qwen":
+        return qwen_configuration(budget, options)
     frozen = {"freeze": True, "projector": {"freeze": False}} if model == "frozen" else {}
     llm = MOE | ({"moe_intermediate_size": 64} if options.tiny else {}) if model == "moe" else LLM
     encoders = {
@@ -113,7 +134,39 @@ def configuration(model: str, budget: int, options: argparse.Namespace) -> dict:
     }
 
 
-def draw_samples(plan, seed: int = 0):
+def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
+    """Qwen2.5-VL-3B, from a checkpoint of random weights that is written first."""
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
+    folder = Path(tempfile.gettempdir()) / f"single-gpu-qwen-{'tiny' if options.tiny else '3b'}"
+    if not (folder / "config.json").is_file():
+        values = json.loads((QWEN / "config.json").read_text())
+        for section, changes in TINY_QWEN.items() if options.tiny else ():
+            values[section] |= changes
+        config = AutoConfig.for_model(**values)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            drawn = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+        drawn.save_pretrained(folder)
+    return {
+        "train_batch_size": SAMPLES,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": not options.tiny},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute)},
+        "omni": {
+            "model": {"path": str(folder)},
+            "data": {
+                "train": [{"path": "none"}],
+                "max_length": min(8192, budget),
+                "max_tokens_per_micro_batch": budget,
+            },
+            "train": {"max_steps": 1},
+            "output_dir": tempfile.mkdtemp(),
+        },
+    }
+
+
+def draw_samples(plan, seed: int = 0, qwen: bool = False):
     """SampleMeta of one global batch."""
     from omni_ds.plan.sample import Item, SampleMeta
 
@@ -124,7 +177,8 @@ def draw_samples(plan, seed: int = 0):
         kind, items, rows = rng.random(), (), 0
         if kind < 0.7 and "image" in metas:
             meta, side = metas["image"], metas["image"].patch * metas["image"].factor
-            blocks = min(1024, max(9, rng.lognormvariate(4.9, 0.9)))
+            least, most, middle = (64, 4096, 6.3) if qwen else (9, 1024, 4.9)
+            blocks = min(most, max(least, rng.lognormvariate(middle, 0.9)))
             high = max(1, round(math.sqrt(blocks) * rng.uniform(0.7, 1.4)))
             shape = (high * side, max(1, int(blocks / high)) * side)
         elif kind < 0.9 and "audio" in metas:
@@ -134,12 +188,12 @@ def draw_samples(plan, seed: int = 0):
         if meta is not None:
             segments, rows = meta.measure(shape)
             items = (Item(row, 0, meta.name, shape, segments, rows, ((8, rows),)),)
-        samples.append(SampleMeta(row, text + rows, text // 2, items))
+        samples.append(SampleMeta(row, text + rows, text - 1 if qwen else text // 2, items))
     return samples
 
 
-def make_input(plan, step_plan, device: torch.device):
-    """The step's tensors, on the device."""
+def make_input(plan, step_plan, device: torch.device, kinds: int = 1):
+    """The step's tensors, on the device. kinds: of positions (mrope: 3)."""
     from models.packed import PackedBatch
     from omni_ds.engine.executor import StepInput
 
@@ -158,7 +212,7 @@ def make_input(plan, step_plan, device: torch.device):
         positions = torch.cat(targets)
         batches[mb.index] = PackedBatch(
             input_ids=ids,
-            position_ids=torch.cat(places),
+            position_ids=torch.cat(places).expand(kinds, -1) if kinds > 1 else torch.cat(places),
             cu_seqlens=torch.tensor(mb.cu_seqlens, dtype=torch.int32),
             max_seqlen=mb.max_seqlen,
             segments=mb.lengths,
@@ -171,7 +225,7 @@ def make_input(plan, step_plan, device: torch.device):
     for window in replica.windows:
         for placed in window.share(0).items:
             meta, shape = metas[placed.item.encoder], placed.item.shape
-            lead = meta.channels if meta.family == "vit" else meta.mels
+            lead = meta.channels if meta.modality == "image" else meta.mels
             value = torch.randn(lead, *shape, generator=generator).to(device)
             media.setdefault(window.index, {}).setdefault(meta.name, []).append(value)
     return StepInput(step_plan, batches, media, step_plan.target_tokens)
@@ -210,7 +264,7 @@ def now(device: torch.device) -> float:
 
 def build(model: str, budget: int, options: argparse.Namespace):
     """Runtime, plan and step input of one configuration."""
-    from omni_ds.composition import mesh_of, plan_of, read_composition
+    from omni_ds.composition import complete, mesh_of, plan_of, read_composition
     from omni_ds.config.load import load_config
     from omni_ds.config.resolve import resolve
     from omni_ds.engine.pipeline_module import stage_device
@@ -220,14 +274,16 @@ def build(model: str, budget: int, options: argparse.Namespace):
 
     path = Path(tempfile.mkdtemp()) / "config.json"
     path.write_text(json.dumps(configuration(model, budget, options)))
-    config = resolve(load_config(path, ()), 1, None, has_cuda=torch.cuda.is_available())
+    config = resolve(complete(load_config(path, ())), 1, None, has_cuda=torch.cuda.is_available())
     composition = read_composition(config, processors=False)
     plan, device = plan_of(config, composition, 1), stage_device(0)
     groups = ProcessGroups.create(mesh_of(config, 1), environment.TIMEOUT)
     with drawn_on_device(device):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
-    samples = draw_samples(plan)
-    return runtime, plan, samples, make_input(plan, build_step(plan, 0, samples), device)
+    qwen = model == "qwen"
+    samples = draw_samples(plan, qwen=qwen)
+    step = make_input(plan, build_step(plan, 0, samples), device, kinds=3 if qwen else 1)
+    return runtime, plan, samples, step
 
 
 @contextmanager
@@ -375,7 +431,9 @@ def profile(runtime, step) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="composed", help="composed, moe, frozen; several with commas")
+    parser.add_argument(
+        "--model", default="composed", help="composed, moe, frozen, qwen; several with commas"
+    )
     parser.add_argument("--budget", default="16384", help="tokens of a micro-batch; several with commas")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=3)
