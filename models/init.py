@@ -39,8 +39,8 @@ def empty_parameters() -> Iterator[None]:
 
 
 def assign(module: nn.Module, name: str, value: Tensor, device: torch.device | str | None = None) -> None:
-    """Give a parameter its value, cast to the parameter's dtype; one on meta gets memory on ``device`` "
-    "(CPU)."""
+    """Give a parameter its value, cast to the parameter's dtype; one on meta gets memory on ``device``
+    (CPU)."""
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     parameter = getattr(owner, leaf)

@@ -45,11 +45,16 @@ class EmbedLayer(nn.Module):
         """
         batch = state.batch
         if self.groups.tensor is not None:
-            return state.with_hidden(self._summed_lookup(batch))
-        hidden = self.embed_tokens(batch.input_ids)
-        if batch.feature_positions is not None and batch.feature_positions.numel():
-            assert batch.features is not None, "feature positions without features"
-            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+            hidden = self._summed_lookup(batch)
+        else:
+            hidden = self.embed_tokens(batch.input_ids)
+            if batch.feature_positions is not None and batch.feature_positions.numel():
+                assert batch.features is not None, "feature positions without features"
+                hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        if self.groups.expert is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            # The LLM is frozen and there are no media here; others of the expert group may have some, and
+            # backward through the experts is a collective of all.
+            hidden.requires_grad_()
         return state.with_hidden(hidden)
 
     def _summed_lookup(self, batch: PackedBatch) -> Tensor:

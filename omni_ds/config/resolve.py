@@ -87,8 +87,8 @@ def resolve(config: Config, world_size: int, dataset_rows: int | None, *, has_cu
 
 
 def total_steps(config: Config, dataset_rows: int | None) -> int | None:
-    """Optimizer steps of the run: `max_steps`, or epochs * rows / batch rounded up; None when rows are "
-    "unknown."""
+    """Optimizer steps of the run: `max_steps`, or epochs * rows / batch rounded up; None when rows are
+    unknown."""
     train = config.omni.train
     if train.max_steps is not None:
         return train.max_steps

@@ -23,15 +23,24 @@ class ExpertCounts:
         elif counts:
             self._counts = list(counts)
 
-    def load(self, stage: ProcessGroup, world: ProcessGroup) -> float:
+    def load(
+        self,
+        shape: tuple[int, int],
+        device: torch.device,
+        stage: ProcessGroup,
+        world: ProcessGroup,
+    ) -> float:
         """Busiest expert over mean, in the worst layer of the model; starts to count anew.
 
-        Collective. ``stage``: the ranks of this stage (its tensor ranks count the same tokens, which changes
-        no ratio); ``world``: all ranks, on CPU.
+        Collective, also for a rank that saw no micro-batch. ``shape``: MoE layers of this stage, and experts;
+        ``stage``: the ranks of this stage (its tensor ranks count the same tokens, which changes no ratio);
+        ``world``: all ranks, on CPU.
         """
         mine = 1.0
-        if self._counts:
-            counts = torch.stack(self._counts)
+        if shape[0]:
+            counts = torch.zeros(shape, dtype=torch.int64, device=device)
+            if self._counts:
+                counts += torch.stack(self._counts)
             dist.all_reduce(counts, group=stage)
             mine = expert_load(list(counts.cpu()))
         worst = torch.tensor([mine], dtype=torch.float64)

@@ -67,7 +67,11 @@ class Runtime:
 
     def expert_load(self) -> float:
         """Busiest expert of the last step over the mean; collective."""
-        return self.module.expert_counts.load(self.groups.stage, self.groups.control)
+        start, stop = self.plan.stages[self.plan.mesh.coords(self.rank).pipe]
+        layers = sum(start <= index < stop for index in self.plan.llm.moe_layers)
+        return self.module.expert_counts.load(
+            (layers, self.plan.llm.experts), self.device, self.groups.stage, self.groups.control
+        )
 
     def encoder_parameters(self) -> list[HeldParameter]:
         """Encoder parameters on this rank, whole, in config order."""
@@ -108,6 +112,8 @@ def build_runtime(
     layer_groups = LayerGroups.create(plan.mesh, plan.llm.kv_heads, TIMEOUT)
     register_expert_groups(layer_groups)
     gangs = create_gangs(plan.mesh, plan.largest_gang, TIMEOUT) if plan.encoders else {}
+    if plan.encoders and plan.largest_gang > 1:
+        groups.connect_guests(plan.mesh, plan.largest_gang, plan.reorder_replicas)
     module = _llm_module(config, composition, plan, layer_groups)
     set_trainable(module, not config.omni.llm.freeze)
     with empty_parameters():

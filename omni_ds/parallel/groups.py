@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from omni_ds.plan.gangs import guests_of
 from omni_ds.plan.mesh import Mesh, group_of
 
 
@@ -98,6 +99,20 @@ class ProcessGroups:
             (self.feature_gradients, to_first),
         ):
             for a, b in sorted({(min(pair), max(pair)) for pair in pairs}):
+                if me in (a, b):
+                    _greet(b if me == a else a, group)
+
+    def connect_guests(self, mesh: Mesh, largest: int, replicas: int) -> None:
+        """The same for the ranks that may encode slices for other replicas (plan/gangs.py)."""
+        me = dist.get_rank()
+        pairs = {
+            (min(first, guest), max(first, guest))
+            for data, group in enumerate(mesh.encoder_groups())
+            for guest in guests_of(mesh, largest, replicas, data)
+            for first in group[: mesh.lanes]
+        }
+        for group in (self.features, self.feature_gradients):
+            for a, b in sorted(pairs):
                 if me in (a, b):
                     _greet(b if me == a else a, group)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -78,5 +79,9 @@ def create_gangs(mesh: Mesh, largest: int, timeout: timedelta) -> dict[int, Proc
             gangs[size] = dist.new_group(
                 list(range(first, first + size)), timeout=timeout, use_local_synchronization=True
             )
+            # NCCL connects a group in its first collective, which waits on the host for all of it: not in the
+            # middle of a schedule.
+            device = "cuda" if dist.get_backend(gangs[size]) == "nccl" else "cpu"
+            dist.all_reduce(torch.zeros(1, device=device), group=gangs[size])
         size *= 2
     return gangs

@@ -2,8 +2,9 @@
 schedule.
 
 A gang of g ranks encodes an item of g slices together: an aligned block of g neighbours among the ranks of a
-stage, ordered data, sequence, tensor as the mesh orders them, inside one reorder group. It may reach over
-replicas: then a rank encodes a slice for another replica, as its guest.
+stage, ordered data, sequence, tensor as the mesh orders them, inside one reorder group, with a rank of the
+item's replica among them. It may reach over replicas: then a rank encodes a slice for another one, as its
+guest.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def stage_blocks(mesh: Mesh, size: int, replicas: int) -> tuple[tuple[tuple[int,
             )
         )
     return tuple(result)
+
+
+def guests_of(mesh: Mesh, largest: int, replicas: int, data: int) -> tuple[int, ...]:
+    """Ranks of other replicas that may encode slices for replica `data`, in gangs of up to `largest`."""
+    own = set(mesh.encoder_groups()[data])
+    blocks = stage_blocks(mesh, largest, replicas)[data // replicas] if largest > 1 else ()
+    return tuple(sorted({rank for block in blocks if own & set(block) for rank in block} - own))
 
 
 def largest_gang(mesh: Mesh, replicas: int, most: int) -> int:
@@ -122,14 +130,8 @@ def _place(mesh: Mesh, replicas: int, costs: Table, gangs: Table) -> list[_Place
         for _, d, first, size in _items_in_slices(costs, gangs, w):
             if size not in blocks:
                 blocks[size] = stage_blocks(mesh, size, replicas)
-            block = min(
-                blocks[size][d // replicas],
-                key=lambda ranks: (
-                    max(load[rank] for rank in ranks),
-                    all(home[rank][0] != d for rank in ranks),
-                    ranks[0],
-                ),
-            )
+            near = [b for b in blocks[size][d // replicas] if any(home[rank][0] == d for rank in b)]
+            block = min(near, key=lambda ranks: (max(load[rank] for rank in ranks), ranks[0]))
             for index, rank in enumerate(block, first):
                 owner, position = home[rank]
                 load[rank] += costs[d][w][index]
