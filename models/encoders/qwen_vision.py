@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from models.attention import ATTENTION_NAME, omni_attention
 from models.encoders.base import Encoder
 from models.masks import Packing
-from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
+from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class QwenVisionEncoder(Encoder):
     def _rotary(self, at: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos, sin [T, 1, head size] in fp32: the first half of the angles turns with the row, the other with
         the column."""
-        angles = (at.unsqueeze(2).float() * self.frequencies).flatten(1)
-        angles = torch.cat([angles, angles], dim=1).unsqueeze(1).to(device)
+        angles = (at.to(device).unsqueeze(2).float() * self.frequencies.to(device)).flatten(1)
+        angles = torch.cat([angles, angles], dim=1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
 
 def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    if config.model_type == "qwen2_vl_vision":  # AutoModel does not know it
+    if not has_windows(config.model_type):  # AutoModel does not know Qwen2-VL's
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
         return Qwen2VisionTransformerPretrainedModel

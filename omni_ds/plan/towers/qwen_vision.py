@@ -25,16 +25,19 @@ _COMMON = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_vl_vision": {"embed_dim": 1280, "mlp_ratio": 4},
-    "qwen2_5_vl_vision": {
-        "intermediate_size": 3420,
-        "window_size": 112,
-        "fullatt_block_indexes": (7, 15, 23, 31),
-        "out_hidden_size": 3584,
-    },
+_PLAIN = {"embed_dim": 1280, "mlp_ratio": 4}
+_WINDOWED = {
+    "intermediate_size": 3420,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "out_hidden_size": 3584,
 }
 _EXAMPLE_SIDE = 1008  # pixels: about what Qwen's processors allow at most, 1280 feature rows
+
+
+def has_windows(model_type: str) -> bool:
+    """Whether a tower is Qwen2.5-VL's."""
+    return model_type.startswith("qwen2_5_vl")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class QwenVisionMeta(EncoderMeta):
         cls, name: str, encoder: Any, hf_config: Mapping[str, Any], llm_hidden: int
     ) -> QwenVisionMeta:
         where, model_type = f"omni.encoders.{name}", hf_config["model_type"]
-        config = _COMMON | _DEFAULTS[model_type] | {k: v for k, v in hf_config.items() if v is not None}
-        windows = model_type == "qwen2_5_vl_vision"
+        windows = has_windows(model_type)
+        defaults = _COMMON | (_WINDOWED if windows else _PLAIN)
+        config = defaults | {key: value for key, value in hf_config.items() if value is not None}
         hidden = config["hidden_size" if windows else "embed_dim"]
         rows_width = config["out_hidden_size" if windows else "hidden_size"]
         patch, factor, layers = config["patch_size"], config["spatial_merge_size"], config["depth"]
