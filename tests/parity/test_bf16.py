@@ -29,7 +29,10 @@ BF16 = "bf16.enabled=true"
 ONE = (1, layout(1, "colocated", 2, BF16))
 SPLIT = (2, layout(2, "colocated", 3, BF16))
 SHARDED = (2, layout(1, "colocated", 2, BF16, *ZERO_3))
+TENSOR = (2, layout(1, "colocated", 2, BF16, "tensor_parallel.autotp_size=2"))
+SEQUENCE = (4, layout(2, "colocated", 2, BF16, "sequence_parallel_size=2"))
 MORE = [
+    (4, layout(1, "colocated", 2, BF16, "tensor_parallel.autotp_size=2", "sequence_parallel_size=2")),
     (2, layout(1, "colocated", 2, BF16, "zero_optimization.stage=2")),
     (2, layout(1, "colocated", 2, BF16, "zero_optimization.stage=2", OFFLOAD)),
     (2, layout(2, "colocated", 2, BF16, OFFLOAD)),
@@ -73,7 +76,11 @@ def test_bf16_is_near_fp32() -> None:
     check(found, exact, share=1.0)
 
 
-@pytest.mark.parametrize("found", [SPLIT, SHARDED], ids=["pipeline", "LLM ZeRO-3"])
+@pytest.mark.parametrize(
+    "found",
+    [SPLIT, SHARDED, TENSOR, SEQUENCE],
+    ids=["pipeline", "LLM ZeRO-3", "tensor", "pipeline and sequence"],
+)
 def test_bf16_layouts_agree(found: tuple[int, tuple[str, ...]]) -> None:
     check(train(*found), train(*ONE), share=0.5)
 
