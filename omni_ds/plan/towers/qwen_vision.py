@@ -14,6 +14,7 @@ from typing import Any
 
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.shards import even_bounds
 
 # transformers' Qwen2VLVisionConfig and Qwen2_5_VLVisionConfig
 _COMMON = {
@@ -121,9 +122,18 @@ class QwenVisionMeta(EncoderMeta):
         rows = (height // self.side) * (width // self.side)
         return (rows * self.factor**2,), rows
 
-    def slices(self, shape: Sequence[int], ranks: int) -> None:
-        """Images of these towers are encoded whole."""
-        return
+    @property
+    def sliceable(self) -> bool:
+        return True
+
+    def slices(self, shape: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Cuts between bands of windows: the tokens of a band stand together, as do its feature rows."""
+        height, columns, band = shape[0] // self.side, shape[1] // self.side, self.window_side or 1
+        bands = -(-height // band)
+        if bands < ranks:
+            return None
+        rows = tuple(min(height, cut * band) * columns for cut in even_bounds(bands, ranks))
+        return tuple(row * self.factor**2 for row in rows), rows
 
     def minimal_shape(self) -> tuple[int, ...]:
         return self.side, self.side
