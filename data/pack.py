@@ -46,7 +46,9 @@ def pack(dataset: IndexedDataset, micro_batch: MicroBatch) -> tuple[PackedNumpy,
             failed.append((meta.row, str(error)))
             blank = np.zeros(meta.tokens, dtype=np.int64)
             samples.append(
-                EncodedSample(blank, np.full_like(blank, IGNORED), meta, dataset.text.positions(meta))
+                EncodedSample(
+                    blank, np.full_like(blank, IGNORED), meta, dataset.text.positions(dataset.meta(meta.row))
+                )
             )
     return pack_samples(samples, micro_batch.cu_seqlens), failed
 

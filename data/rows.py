@@ -207,7 +207,8 @@ class _Placer:
         if modality == "video":
             raise RowError("video is not supported yet")
         if modality not in self.modalities:
-            raise RowError(f"no encoder for {modality}", f"configure one with modality {modality!r}")
+            taken = " and ".join(["text", *sorted(self.modalities)])
+            raise RowError(f"no encoder for {modality}", f"what is trained takes {taken}")
         if len(self.media) == MAX_MEDIA:
             raise RowError("too many media", f"more than {MAX_MEDIA}")
         self.media.append(media_ref(modality, value, self.media_dir))

@@ -73,7 +73,7 @@ class Multimodal:
         top, towers, projectors = _name_of(self.model, base), {}, {}
         for name, module in base.named_children():
             place = f"{top}.{name}"
-            if module is decoder:
+            if module is decoder or name == "language_model":
                 self._prefixes["llm.model."] = f"{place}."
             elif "projector" in name:
                 projectors[_kind(name)] = place

@@ -90,6 +90,12 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
         else:
             tokens = {name: tower.token_id for name, tower in model.towers.items()}
             text = build_model_text(config, tokens, encoders if model.family.grid_positions else ())
+            if text.vocabulary_size > llm_config.vocab_size:
+                raise UserError(
+                    f"omni.model.path: the tokenizer of {model.path} has ids up to "
+                    f"{text.vocabulary_size - 1}, the embedding {llm_config.vocab_size} rows; they do not "
+                    "belong together"
+                )
         media = build_media(config, encoder_configs)
     return Composition(
         llm_config=llm_config,

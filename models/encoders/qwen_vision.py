@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME, omni_attention
-from models.encoders.base import Encoder
+from models.encoders.base import Encoder, ItemSlice
 from models.masks import Packing
-from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
+from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,35 @@ class QwenVisionEncoder(Encoder):
         orders = [image_order(*grid, meta.factor, meta.window_side) for grid in grids]
         lengths = [len(order.order) for order in orders]
         patches = torch.cat([image_patches(v, meta.patch, meta.factor, meta.temporal) for v in values])
-        hidden = self.tower.patch_embed(
-            patches.index_select(0, _joined([o.order for o in orders]).to(device))
+        order, places = (
+            _joined(each).to(device) for each in zip(*((o.order, o.places) for o in orders), strict=True)
         )
-        rotary = self._rotary(torch.cat([order.at for order in orders]), device)
-        whole = Packing.of(lengths, device)
-        windows = Packing.of([n for order in orders for n in order.windows], device)
+        hidden = self._run_blocks(
+            patches.index_select(0, order),
+            torch.cat([each.at for each in orders]),
+            Packing.of(lengths, device),
+            Packing.of([n for each in orders for n in each.windows], device),
+        )
+        return hidden.index_select(0, places), grids
+
+    def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
+        meta, device = self.meta, value.device
+        grid = value.shape[1] // meta.patch, value.shape[2] // meta.patch
+        whole = image_order(*grid, meta.factor, meta.window_side)
+        here = slice(part.bounds[part.index], part.bounds[part.index + 1])
+        order, ulysses = whole.order[here], part.ulysses
+        patches = image_patches(value, meta.patch, meta.factor, meta.temporal)
+        hidden = self._run_blocks(
+            patches.index_select(0, order.to(device)),
+            whole.at[here],
+            replace(Packing.of([len(whole.order)], device), ulysses=ulysses),
+            replace(Packing.of(whole.windows, device), ulysses=ulysses),
+        )
+        return hidden.index_select(0, order.argsort().to(device)), (1, len(order))
+
+    def _run_blocks(self, patches: Tensor, at: Tensor, whole: Packing, windows: Packing) -> Tensor:
+        """Patches in the order of places, with their rows and columns -> tower tokens [T, C]."""
+        hidden, rotary = self.tower.patch_embed(patches), self._rotary(at, patches.device)
         for index, block in enumerate(self.tower.blocks):
             packing = whole if index in self.full else windows
             if self.recompute and torch.is_grad_enabled():
@@ -105,7 +128,7 @@ class QwenVisionEncoder(Encoder):
                 )
             else:
                 hidden = _run(block, hidden, packing, rotary)
-        return hidden.index_select(0, _joined([o.places for o in orders]).to(device)), grids
+        return hidden
 
     def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
         return self.projector(features)
@@ -113,13 +136,13 @@ class QwenVisionEncoder(Encoder):
     def _rotary(self, at: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos, sin [T, 1, head size] in fp32: the first half of the angles turns with the row, the other with
         the column."""
-        angles = (at.unsqueeze(2).float() * self.frequencies).flatten(1)
-        angles = torch.cat([angles, angles], dim=1).unsqueeze(1).to(device)
+        angles = (at.to(device).unsqueeze(2).float() * self.frequencies.to(device)).flatten(1)
+        angles = torch.cat([angles, angles], dim=1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
 
 def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    if config.model_type == "qwen2_vl_vision":  # AutoModel does not know it
+    if not has_windows(config.model_type):  # AutoModel does not know Qwen2-VL's
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
         return Qwen2VisionTransformerPretrainedModel

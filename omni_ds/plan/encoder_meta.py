@@ -144,6 +144,11 @@ class EncoderMeta:
             return 0
         return self.factor // gcd(self.factor, self.positions)
 
+    @property
+    def sliceable(self) -> bool:
+        """Whether items can be cut inside a segment, for ranks that attend together."""
+        return self.family == "vit"
+
     def slices(self, shape: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Where the tokens and the feature rows of an item are cut for `ranks` ranks that attend together.
 

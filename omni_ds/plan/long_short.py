@@ -67,7 +67,7 @@ def split_images(
     "auto": images that cost more than a fair share and a half, so that a slice costs at most a fair share of
     what each of the `ranks` encodes in the step.
     """
-    sliceable = {name: meta for name, meta in cost.metas.items() if meta.family == "vit"}
+    sliceable = {name: meta for name, meta in cost.metas.items() if meta.sliceable}
     if long_short == "off" or most < 2 or not sliceable:
         return tuple(samples)
     fair = 0

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from models.encoders import ItemSlice, build_encoder
+from omni_ds.config import EncoderConfig
 from tests.ranks import run_ranks
 from tests.unit.model_helpers import VITS, encoder_section
 
@@ -50,6 +51,47 @@ def both_ways() -> None:
             bound = 1e-6 if "position" in local else 1e-9  # positions are resized in fp32
             scale = max(1.0, gradient.abs().max().item())
             assert (ours - gradient).abs().max() <= bound * scale, (name, factor, local)
+
+
+QWEN = {
+    "qwen2_5_vl_vision": {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "out_hidden_size": 24,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen2_vl_vision": {"embed_dim": 24, "hidden_size": 24, "mlp_ratio": 2},
+}
+
+
+def qwen_both_ways() -> None:
+    """Windows and whole images; rotary angles are in fp32, as in HF."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for kind, sizes in QWEN.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, depth=3, num_heads=3, patch_size=4, **sizes)
+        whole, split = (build_encoder("v", EncoderConfig(), config, 24).double() for _ in range(2))
+        split.load_state_dict(whole.state_dict())
+        for size in [(40, 24), (56, 64)]:
+            torch.manual_seed(1)
+            image = torch.randn(3, *size, dtype=torch.float64)
+            expected = whole([image])
+            weights = torch.randn_like(expected)
+            (expected * weights).sum().backward()
+            tokens, rows = whole.meta.slices(size, ranks)
+            mine = split.forward_slice(image, ItemSlice(rank, tokens, dist.group.WORLD))
+            part = slice(rows[rank], rows[rank + 1])
+            assert (mine - expected[part]).abs().max() <= 1e-6, (kind, size)
+            (mine * weights[part]).sum().backward()
+        for (local, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(ours.grad)
+            scale = max(1.0, theirs.grad.abs().max().item())
+            assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * scale, (kind, local)
+
+
+def test_slices_of_qwen_images() -> None:
+    run_ranks(qwen_both_ways, 3)
 
 
 def test_slices_of_images_of_any_size() -> None:

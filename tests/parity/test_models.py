@@ -25,6 +25,10 @@ LAYOUTS = {
     "sp2": (2, ("sequence_parallel_size=2",)),
     "pp2tp2": (4, ("pipeline.stages=2", "tensor_parallel.autotp_size=2")),
     "pp2sp2": (4, ("pipeline.stages=2", "sequence_parallel_size=2")),
+    "recompute": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=1")),
+    "blocks": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=2")),
+    "first_stage": (2, ("pipeline.stages=2", "omni.encoder_parallel.placement=first_stage")),
+    "gangs": (2, ("omni.encoder_parallel.long_short=40",)),  # images of more tokens are shared
     "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
 }
 FAST = [(family, "pp2") for family in MAKERS]

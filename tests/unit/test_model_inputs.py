@@ -20,11 +20,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("qwen2_5_vl", tmp_path_factory.mktemp("model"))
 
 
-def opened(model: Path, folder: Path, rows: list[dict], **data):
+def opened(model: Path, folder: Path, rows: list[dict], tower: str = "vision", **data):
     write_rows(folder, 3)
     path = folder / "given.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = complete(validate(model_config(model, path, folder, data=data)))
+    config = complete(validate(model_config(model, path, folder, tower, data=data)))
     parts = read_composition(config)
     metas = {meta.name: meta for meta in parts.encoders}
     return open_dataset(
@@ -55,6 +55,12 @@ REFUSED = {
 def test_a_row_is_refused_with_its_place(reason: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"given.jsonl:2: {reason}"):
         opened(model, tmp_path, [row("1 + 1?"), REFUSED[reason]], on_error="raise")
+
+
+def test_an_image_for_a_model_of_sound(tmp_path: Path) -> None:
+    model = make_model("qwen2_audio", tmp_path / "model")
+    with pytest.raises(UserError, match="given.jsonl:1: no encoder for image: .* takes text and audio"):
+        opened(model, tmp_path / "rows", [row("<image>?", images=["1-0.png"])], "audio", on_error="raise")
 
 
 def test_a_sample_above_the_cap_is_refused(model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.shards import even_bounds
 
 # transformers' Qwen2VLVisionConfig and Qwen2_5_VLVisionConfig
 _COMMON = {
@@ -25,16 +26,19 @@ _COMMON = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_vl_vision": {"embed_dim": 1280, "mlp_ratio": 4},
-    "qwen2_5_vl_vision": {
-        "intermediate_size": 3420,
-        "window_size": 112,
-        "fullatt_block_indexes": (7, 15, 23, 31),
-        "out_hidden_size": 3584,
-    },
+_PLAIN = {"embed_dim": 1280, "mlp_ratio": 4}
+_WINDOWED = {
+    "intermediate_size": 3420,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "out_hidden_size": 3584,
 }
 _EXAMPLE_SIDE = 1008  # pixels: about what Qwen's processors allow at most, 1280 feature rows
+
+
+def has_windows(model_type: str) -> bool:
+    """Whether a tower is Qwen2.5-VL's."""
+    return model_type.startswith("qwen2_5_vl")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class QwenVisionMeta(EncoderMeta):
         cls, name: str, encoder: Any, hf_config: Mapping[str, Any], llm_hidden: int
     ) -> QwenVisionMeta:
         where, model_type = f"omni.encoders.{name}", hf_config["model_type"]
-        config = _COMMON | _DEFAULTS[model_type] | {k: v for k, v in hf_config.items() if v is not None}
-        windows = model_type == "qwen2_5_vl_vision"
+        windows = has_windows(model_type)
+        defaults = _COMMON | (_WINDOWED if windows else _PLAIN)
+        config = defaults | {key: value for key, value in hf_config.items() if value is not None}
         hidden = config["hidden_size" if windows else "embed_dim"]
         rows_width = config["out_hidden_size" if windows else "hidden_size"]
         patch, factor, layers = config["patch_size"], config["spatial_merge_size"], config["depth"]
@@ -117,9 +122,18 @@ class QwenVisionMeta(EncoderMeta):
         rows = (height // self.side) * (width // self.side)
         return (rows * self.factor**2,), rows
 
-    def slices(self, shape: Sequence[int], ranks: int) -> None:
-        """Images of these towers are encoded whole."""
-        return
+    @property
+    def sliceable(self) -> bool:
+        return True
+
+    def slices(self, shape: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Cuts between bands of windows: the tokens of a band stand together, as do its feature rows."""
+        height, columns, band = shape[0] // self.side, shape[1] // self.side, self.window_side or 1
+        bands = -(-height // band)
+        if bands < ranks:
+            return None
+        rows = tuple(min(height, cut * band) * columns for cut in even_bounds(bands, ranks))
+        return tuple(row * self.factor**2 for row in rows), rows
 
     def minimal_shape(self) -> tuple[int, ...]:
         return self.side, self.side
