@@ -27,7 +27,8 @@ class EncoderParallel(Section):
     """ZeRO stage of the encoders, over all ranks."""
     long_short: Auto | Literal["off"] | PositiveInt = "auto"
     """Encode long media on several ranks, images in slices that attend to each other and recordings in parts:
-    off, those of more than so many encoder tokens, or auto: where one would hold up the others."""
+    off, those of more than so many encoder tokens, or auto: where one would hold up the others. Images only
+    with placement colocated, encoder ZeRO-1 or 2 and without class tokens among the features."""
     max_sp: PositiveInt = 8
     """At most so many ranks encode slices of one image together: neighbours of one stage, 2, 4, 8, ..."""
     measured_times: bool = True
