@@ -20,8 +20,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anyw
 
 import torch
 
+from benchmarks.parts.workloads import drawn_on_device, matmul_rate, model_flops, now, step_input
 from omni_ds.engine import environment
 
 SAMPLES = 48
@@ -138,76 +137,6 @@ def draw_samples(plan, seed: int = 0):
     return samples
 
 
-def make_input(plan, step_plan, device: torch.device):
-    """The step's tensors, on the device."""
-    from models.packed import PackedBatch
-    from omni_ds.engine.executor import StepInput
-
-    generator = torch.Generator().manual_seed(1)
-    batches, media = {}, {}
-    replica = step_plan.replicas[0]
-    for mb in replica.micro_batches:
-        ids = torch.randint(2, plan.llm.vocab, (mb.tokens,), generator=generator)
-        targets, owners, places, features = [], [], [], []
-        for n, (sample, start) in enumerate(zip(mb.samples, mb.cu_seqlens, strict=False)):
-            last = start + sample.tokens - 1
-            places.append(torch.arange(sample.tokens))
-            targets.append(torch.arange(last - sample.target_tokens, last))
-            owners.append(torch.full((sample.target_tokens,), n))
-            features += [start + o + i for item in sample.items for o, k in item.spans for i in range(k)]
-        positions = torch.cat(targets)
-        batches[mb.index] = PackedBatch(
-            input_ids=ids,
-            position_ids=torch.cat(places),
-            cu_seqlens=torch.tensor(mb.cu_seqlens, dtype=torch.int32),
-            max_seqlen=mb.max_seqlen,
-            segments=mb.lengths,
-            target_positions=positions,
-            target_ids=ids[positions + 1],
-            sample_of_target=torch.cat(owners),
-            feature_positions=torch.tensor(sorted(features), dtype=torch.int64),
-        ).to(device)
-    metas = {meta.name: meta for meta in plan.encoders}
-    for window in replica.windows:
-        for placed in window.share(0).items:
-            meta, shape = metas[placed.item.encoder], placed.item.shape
-            lead = meta.channels if meta.family == "vit" else meta.mels
-            value = torch.randn(lead, *shape, generator=generator).to(device)
-            media.setdefault(window.index, {}).setdefault(meta.name, []).append(value)
-    return StepInput(step_plan, batches, media, step_plan.target_tokens)
-
-
-def model_flops(plan, samples) -> int:
-    """Forward and backward FLOPs of a step that arithmetic needs, without recomputation."""
-    metas, total = {meta.name: meta for meta in plan.encoders}, 0
-    for sample in samples:
-        llm = plan.llm.sample_flops(sample.tokens, sample.target_tokens)
-        total += llm * (2 + plan.llm.trainable)
-        for item in sample.items:
-            meta = metas[item.encoder]
-            total += meta.forward_flops(item.segments, item.rows)
-            total += meta.backward_flops(item.segments, item.rows)
-    return total
-
-
-def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a bf16 product of 8192 x 8192 matrices."""
-    size = 8192 if device.type == "cuda" else 512
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(8):
-        start = now(device)
-        a @ b
-        times.append(now(device) - start)
-    return 2 * size**3 / min(times)
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def build(model: str, budget: int, options: argparse.Namespace):
     """Runtime, plan and step input of one configuration."""
     from omni_ds.composition import mesh_of, plan_of, read_composition
@@ -227,23 +156,7 @@ def build(model: str, budget: int, options: argparse.Namespace):
     with drawn_on_device(device):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
     samples = draw_samples(plan)
-    return runtime, plan, samples, make_input(plan, build_step(plan, 0, samples), device)
-
-
-@contextmanager
-def drawn_on_device(device: torch.device):
-    """Fresh weights from the device's generator: the CPU's takes a minute for three billion of them."""
-    original = torch.Tensor.normal_
-
-    def normal(tensor, mean=0.0, std=1.0, *, generator=None):
-        return tensor.copy_(torch.randn(tensor.shape, device=device) * std + mean)
-
-    if device.type == "cuda":
-        torch.Tensor.normal_ = normal
-    try:
-        yield
-    finally:
-        torch.Tensor.normal_ = original
+    return runtime, plan, samples, step_input(plan, build_step(plan, 0, samples), samples, 0, device)
 
 
 class Loop:
