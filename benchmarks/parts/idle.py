@@ -13,10 +13,11 @@ from omni_ds.plan.times import TimeModel
 from omni_ds.plan.validate import plan_graph
 
 Times = Sequence[tuple[Action, int, int]]
-# What a rank does or waits for; the last four are communication that nothing hides, the host's work included.
+# What a rank does or waits for. Waits for what another rank has not finished go by its name.
 PARTS = ("llm", "encoders", "activations", "gradients", "features", "feature gradients", "other ranks")
 PARTS += ("messages", "reduce", "update", "end of step")
 BUSY = ("llm", "encoders", "update")
+EXPOSED = ("messages", "reduce")  # communication that nothing hides, the host's work included
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ def account(plan: Plan, step: StepPlan, measured: Measured) -> Account:
             continue
         entered = max(at[member][0] for member in graph.members[node])
         done[node] = max(at[member][1] for member in graph.members[node])
-        inputs = [(done[n], why) for n, why in graph.needs[node] if why in CAUSES and why != "program"]
+        several = len(graph.members[node]) > 1  # then it also waits for what the others did before
+        inputs = [
+            (done[n], why) for n, why in graph.needs[node] if why in CAUSES and (several or why != "program")
+        ]
         for rank, position in graph.members[node]:
             action, (start, end) = graph.programs[rank][position], at[rank, position]
             last, why = max(inputs, default=(begin, "program"))

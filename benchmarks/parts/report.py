@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.parts.cases import Entry
-from benchmarks.parts.idle import BUSY, PARTS
+from benchmarks.parts.idle import BUSY, EXPOSED, PARTS
 from omni_ds.show.plan_picture import draw_plan
 from omni_ds.show.plan_record import Planned
 from omni_ds.show.trace_picture import draw_trace
@@ -35,7 +35,8 @@ def _table(titles: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _speed(rows: Sequence[dict]) -> list[str]:
-    """spread: (largest - smallest) / median of the repetitions. ours / it: median over repetitions."""
+    """spread: (largest - smallest) / median of the repetitions. ours is faster by: ratio of medians
+    (smallest - largest of the repetitions)."""
     titles = (
         "workload",
         "variant",
@@ -134,17 +135,19 @@ def _planning(rows: Sequence[dict]) -> list[str]:
 
 
 def _exposed(rows: Sequence[dict]) -> list[str]:
-    """Communication that nothing hides, in ours, where it is largest."""
-    ours = [row for row in rows if row["variant"] == "ours"]
+    """Of ours, by layout: communication that nothing hides, and the largest wait for another rank's work."""
     found = []
-    for part in PARTS:
-        if part not in BUSY and ours:
-            worst = max(ours, key=lambda row: row["shares"][part])
+    for model, layout in dict.fromkeys((row["model"], row["layout"]) for row in rows):
+        ours = [r for r in rows if (r["model"], r["layout"], r["variant"]) == (model, layout, "ours")]
+        if ours:
+            worst = {part: max(row["shares"][part] for row in ours) for part in PARTS if part not in BUSY}
+            exposed = ", ".join(f"{part} {worst.pop(part):.1%}" for part in EXPOSED)
+            wait = max(worst, key=lambda part: worst[part])
             found.append(
-                f"{part} {worst['shares'][part]:.1%} ({worst['model']}, {worst['layout']}, "
-                f"{worst['workload']})"
+                f"- {model}, {layout}: exposed communication of ours, at most: {exposed}; largest wait: "
+                f"{wait} {worst[wait]:.1%}"
             )
-    return [f"- largest shares of ours not spent computing: {'; '.join(found)}"] if found else []
+    return found
 
 
 def differences(rows: Sequence[dict], tolerance: float) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from benchmarks.parts.workloads import drawn_on_device
 from omni_ds.composition import plan_of, read_composition
@@ -21,6 +22,7 @@ from omni_ds.config import Config
 from omni_ds.config.load import load_config
 from omni_ds.config.resolve import resolve
 from omni_ds.emulate.policies import encoders_first
+from omni_ds.engine.plain_engine import PlainEngine
 from omni_ds.engine.runtime import Runtime, build_runtime
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.build import Plan, StepPlan
@@ -217,41 +219,37 @@ def plan_case(
 
 
 @contextmanager
-def built(case: Case, groups: ProcessGroups, device: torch.device):
-    """The engines of a case; everything they hold, process groups included, is released at the end."""
-    before = _process_groups()
+def built(case: Case, groups: ProcessGroups, device: torch.device) -> Iterator[Runtime]:
+    """The engines of a case, whose memory is released at the end.
+
+    Process groups stay: torch derives the names of new ones from how many there are, and would reuse those of
+    destroyed ones, with what these left in the store.
+    """
     with drawn_on_device(device):
         runtime = build_runtime(case.config, case.composition, case.plan, groups, dist.get_rank(), device)
     try:
         yield runtime
     finally:
-        dist.barrier(group=groups.control)
-        _destroy(runtime)
-        del runtime
+        _release(runtime)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        for group in _process_groups():
-            if group not in before and group not in _kept_by_deepspeed():
-                dist.destroy_process_group(group)
 
 
-def _destroy(runtime: Runtime) -> None:
-    """DeepSpeed's engines hold hooks on their parameters, which only they can take away."""
-    for engine in (getattr(runtime.llm, "engine", runtime.llm), runtime.encoders.engine):
-        if hasattr(engine, "destroy"):
-            engine.destroy()
-
-
-def _process_groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _kept_by_deepspeed() -> list[Any]:
-    """Groups in its tables, which later engines take from there."""
-    from deepspeed.utils import groups as tables
-
-    found: list[Any] = []
-    for value in vars(tables).values():
-        found += list(value.values()) if isinstance(value, dict) else [value]
-    return [value for value in found if isinstance(value, dist.ProcessGroup)]
+def _release(runtime: Runtime) -> None:
+    """Let go of all memory, although the caller's name still holds the runtime, and the hooks of ZeRO-3 their
+    parameters and their optimizer."""
+    plain = isinstance(runtime.llm, PlainEngine)
+    for engine in (runtime.llm.engine if plain else runtime.llm, runtime.encoders.engine):
+        if engine is None:
+            continue
+        engine.destroy()
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            for parameter in engine.module.parameters():
+                parameter.ds_tensor = None
+                parameter.data = torch.empty(0, device=parameter.device)
+            inner = engine.optimizer.optimizer
+            inner.state.clear()
+            inner.param_groups.clear()
+            vars(engine.optimizer).clear()
+    vars(runtime).clear()
