@@ -18,10 +18,11 @@ Variants, on every layout that they fit:
 - zero1, zero3: layout dp alone: samples to ranks in order, media on the rank of their sample, ZeRO-1 or 3
 - balance_off, long_short_off, filling_off: ours without one feature
 
-Every repetition builds all variants anew, in another order, and takes the median of its steps. Before the
-first one each case is measured once and a time model fitted, with which the steps after it are planned, as in
-training. One more step is measured for the account of the time; its actions wait for the device. The learning
-rate is 0, so that loss and gradient norm have to be equal in all steps of a workload, which is checked.
+Every repetition builds all variants anew (--resident: keeps those of the first), in another order, and takes
+the median of its steps. Before the first one each case is measured once and a time model fitted, with which the
+steps after it are planned, as in training. One more step is measured for the account of the time; its actions
+wait for the device. The learning rate is 0, so that loss and gradient norm have to be equal in all steps of a
+workload, which is checked. Cases that the plan predicts not to fit the GPU are left out, with a message.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a case in a repetition")
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    parser.add_argument("--resident", action="store_true", help="build once; peak memory: of all engines")
     parser.add_argument("--recompute", action="store_true", help="activations of LLM and encoders")
     parser.add_argument("--tiny", action="store_true", help="small models in fp32")
     parser.add_argument("--cpu", type=int, metavar="N", help="fork N ranks on this machine's CPU")

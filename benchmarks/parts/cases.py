@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.parts.idle import Account, Measured, account, planned_ns, replayed_ns
-from benchmarks.parts.variants import LAYOUTS, MODELS, VARIANTS, Case, built, plan_case
+from benchmarks.parts.variants import LAYOUTS, MODELS, VARIANTS, Case, built, even_group_counts, plan_case
 from benchmarks.parts.workloads import AUDIO, draw_samples, model_flops, now, step_input
 from omni_ds.composition import mesh_of
 from omni_ds.engine import environment
 from omni_ds.engine.runtime import Runtime
 from omni_ds.engine.timing import model_keys, observe
+from omni_ds.layout import numerics_of
 from omni_ds.parallel.groups import ProcessGroups
+from omni_ds.plan.activations import Load
 from omni_ds.plan.build import StepPlan, build_step
+from omni_ds.plan.memory import largest
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.times import TimeModel, fit
 
 FILLED = 0.8  # of the token budget, on average
+ROOM = 0.95  # of a GPU's memory, at most, by prediction
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Entry:
     step: StepPlan | None = None
     found: Account | None = None
     measured: Measured | None = None
+    predicted: int = 0  # bytes, at the peak
     planned: float = 0.0  # seconds
     replayed: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -63,6 +69,7 @@ class Entry:
             "idle": self.found.idle,
             "shares": self.found.shares,
             "peak_gib": max(self.peaks),
+            "predicted_gib": self.predicted / 2**30,
             "megabytes_sent": self.sent / 1e6,
             "feature_megabytes": self.features / 1e6,
             "loss": self.losses[0],
@@ -79,6 +86,8 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.entries: list[Entry] = []
         self._groups: dict[Mesh, ProcessGroups] = {}
+        self._resident: dict[tuple, Runtime] = {}
+        self._stack = ExitStack()
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -101,8 +110,29 @@ class Bench:
                             drawn[workload] = draw_samples(
                                 workload, self._metas(model), tokens, options.budget, options.seed
                             )
-                        case = plan_case(model, layout, name, workload, drawn[workload], options)
-                        self.entries.append(Entry(case))
+                        entry = Entry(plan_case(model, layout, name, workload, drawn[workload], options))
+                        if self._has_room(entry):
+                            self.entries.append(entry)
+
+    def _has_room(self, entry: Entry) -> bool:
+        """Whether a GPU can hold the case by the plan's prediction; the same on every rank. Says so if not: a
+        rank that runs out of memory would end the whole run."""
+        case = entry.case
+        step = _planned(case, None)
+        plan, window = case.plan, max(len(members) for members in step.replicas[0].members)
+        if plan.options.placement == "colocated":  # as many windows as the schedule lets live
+            live = min(step.micro_batches, window * step.replicas[0].live)
+            plan = replace(plan, options=replace(plan.options, live_micro_batches=live))
+        numerics = numerics_of(case.config, fused=self.device.type == "cuda")
+        entry.predicted = largest(plan, Load.of(step), numerics).peak
+        room = environment.smallest_device().memory
+        if room is None or entry.predicted < ROOM * room:
+            return True
+        self.say(
+            f"left out: {case.model} {case.layout} {case.workload} {case.variant} is predicted to need "
+            f"{entry.predicted / 2**30:.0f} GiB of {room / 2**30:.0f}; try --recompute, or a smaller --budget"
+        )
+        return False
 
     def _metas(self, model: str):
         """Encoders of a model in numbers."""
@@ -113,10 +143,10 @@ class Bench:
         by_build: dict[tuple, list[Entry]] = {}
         for entry in self.entries:
             by_build.setdefault(entry.case.build_key, []).append(entry)
-        for entries in _turned(list(by_build.values()), repetition):
+        for key, entries in _turned(list(by_build.items()), repetition):
             case = max(entries, key=lambda entry: entry.case.plan.largest_gang).case
             groups = self._groups_of(mesh_of(case.config, self.world))
-            with built(case, groups, self.device) as runtime:
+            with self._engines(key, case, groups) as runtime:
                 if any(entry.step is None for entry in entries):
                     self._prepare(runtime, entries)
                 for entry in _turned(entries, repetition):
@@ -124,8 +154,16 @@ class Bench:
                     if entry.found is None:
                         self._account(runtime, entry)
 
+    def _engines(self, key: tuple, case: Case, groups: ProcessGroups) -> AbstractContextManager[Runtime]:
+        if not self.options.resident:
+            return built(case, groups, self.device)
+        if key not in self._resident:
+            self._resident[key] = self._stack.enter_context(built(case, groups, self.device))
+        return nullcontext(self._resident[key])
+
     def _groups_of(self, mesh: Mesh) -> ProcessGroups:
         if mesh not in self._groups:
+            even_group_counts()
             self._groups[mesh] = ProcessGroups.create(mesh, environment.TIMEOUT)
         return self._groups[mesh]
 

@@ -47,7 +47,7 @@ def _speed(rows: Sequence[dict]) -> list[str]:
         "ours is faster by",
         "MFU",
     )
-    titles += ("planned / measured", "peak GiB", "MB sent", "of it features", "loss")
+    titles += ("planned / measured", "peak GiB", "predicted", "MB sent", "of it features", "loss")
     return _table(
         titles,
         (
@@ -62,6 +62,7 @@ def _speed(rows: Sequence[dict]) -> list[str]:
                 f"{row['mfu']:.1%}",
                 f"{row['planned_seconds'] / row['seconds']:.3f}",
                 f"{row['peak_gib']:.1f}",
+                f"{row['predicted_gib']:.1f}",
                 f"{row['megabytes_sent']:.1f}",
                 f"{row['feature_megabytes']:.1f}",
                 f"{row['loss']:.5f}",

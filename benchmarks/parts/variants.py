@@ -225,6 +225,7 @@ def built(case: Case, groups: ProcessGroups, device: torch.device) -> Iterator[R
     Process groups stay: torch derives the names of new ones from how many there are, and would reuse those of
     destroyed ones, with what these left in the store.
     """
+    even_group_counts()
     with drawn_on_device(device):
         runtime = build_runtime(case.config, case.composition, case.plan, groups, dist.get_rank(), device)
     try:
@@ -234,6 +235,19 @@ def built(case: Case, groups: ProcessGroups, device: torch.device) -> Iterator[R
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def even_group_counts() -> None:
+    """Give every rank as many process groups as the others.
+
+    torch names a group that only its members create by how many they have already. After engines of another
+    layout that differs between ranks, and members would wait for each other under different names.
+    """
+    mine = len(dist.distributed_c10d._world.pg_names)
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, mine)
+    for _ in range(max(counts) - mine):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _release(runtime: Runtime) -> None:
