@@ -19,10 +19,11 @@ Variants, on every layout that they fit:
 - balance_off, long_short_off, filling_off: ours without one feature
 
 Every repetition builds all variants anew (--resident: keeps those of the first), in another order, and takes
-the median of its steps. Before the first one each case is measured once and a time model fitted, with which the
-steps after it are planned, as in training. One more step is measured for the account of the time; its actions
-wait for the device. The learning rate is 0, so that loss and gradient norm have to be equal in all steps of a
-workload, which is checked. Cases that the plan predicts not to fit the GPU are left out, with a message.
+the median of its steps. Before the first one each case is measured once and a time model fitted, with which
+the steps after it are planned, as in training. One more step is measured for the account of the time; its
+actions wait for the device. The learning rate is 0, so that loss and gradient norm have to be equal in all
+steps of a workload, which is checked. Cases that the plan predicts not to fit the GPU are left out, with a
+message. Ranks have to be on one host: the account compares their clocks.
 """
 
 from __future__ import annotations

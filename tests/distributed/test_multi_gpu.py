@@ -8,7 +8,7 @@ from benchmarks.multi_gpu import main
 
 def test_two_variants(tmp_path: Path) -> None:
     chosen = "--cpu 2 --tiny --models vision --layouts pp2 --variants ours,first_stage --per_rank 2 --steps 1"
-    repeats = ["--repeats", "2", "--budget", "128", "--limit", "60"]
+    repeats = ["--repeats", "2", "--budget", "64", "--limit", "60"]
     files = ["--json", str(tmp_path / "rows.json"), "--report", str(tmp_path / "report")]
     assert main([*chosen.split(), "--workloads", "image:text 7:3", *repeats, *files]) == 0
     ours, inline = json.loads((tmp_path / "rows.json").read_text())
