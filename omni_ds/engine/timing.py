@@ -25,6 +25,23 @@ def model_keys(plan: Plan) -> tuple[tuple[str, int], ...]:
     return tuple(keys)
 
 
+def observe(plan: Plan, step: StepPlan, rank: int, action: Action, nanoseconds: int) -> Observation:
+    """A compute action of a rank, measured, with the sizes that its time depends on."""
+    if action.kind in (Kind.F, Kind.B):
+        lengths = step.replica_of(rank).micro_batches[action.index].lengths
+        sizes = (sum(lengths), sum(n * n for n in lengths))
+        return Observation(llm_key(action.kind.value, plan.mesh.coords(rank).pipe), sizes, nanoseconds)
+    found = {meta.name: [0, 0] for meta in plan.encoders}
+    for _, share in step.shares(rank, action.index):
+        for placed in share.items:
+            tokens, squares = placed.item.sizes
+            found[placed.item.encoder][0] += tokens
+            found[placed.item.encoder][1] += squares
+    return Observation(
+        action.kind.value, tuple(size for entry in found.values() for size in entry), nanoseconds
+    )
+
+
 class Timing:
     """The run's time models.
 
@@ -38,7 +55,6 @@ class Timing:
     def __init__(self, plan: Plan, rank: int, group: ProcessGroup, horizon: int):
         self._plan, self._rank, self._group = plan, rank, group
         self._horizon = horizon
-        self._stage = plan.mesh.coords(rank).pipe
         self._observations: list[Observation] = []
         self.book = TimeBook()
         self.shared = SharedTimes(model_keys(plan))
@@ -61,7 +77,7 @@ class Timing:
         Returns:
             The new model, the same on every rank, or None.
         """
-        self._observations += [self._observation(plan, action, ns) for action, ns in compute]
+        self._observations += [observe(self._plan, plan, self._rank, action, ns) for action, ns in compute]
         if self.wants(step + 1):
             return None
         gathered: list = [None] * dist.get_world_size(self._group)
@@ -80,22 +96,6 @@ class Timing:
             self.book.add(model)
             self.shared.publish(model)
         return model
-
-    def _observation(self, plan: StepPlan, action: Action, nanoseconds: int) -> Observation:
-        replica = plan.replica_of(self._rank)
-        if action.kind in (Kind.F, Kind.B):
-            lengths = replica.micro_batches[action.index].lengths
-            sizes = (sum(lengths), sum(n * n for n in lengths))
-            return Observation(llm_key(action.kind.value, self._stage), sizes, nanoseconds)
-        found = {meta.name: [0, 0] for meta in self._plan.encoders}
-        for _, share in plan.shares(self._rank, action.index):
-            for placed in share.items:
-                tokens, squares = placed.item.sizes
-                found[placed.item.encoder][0] += tokens
-                found[placed.item.encoder][1] += squares
-        return Observation(
-            action.kind.value, tuple(size for entry in found.values() for size in entry), nanoseconds
-        )
 
     def state_dict(self) -> dict:
         return {"stages": [list(layers) for layers in self._plan.stages], "models": self.book.to_json()}

@@ -30,7 +30,9 @@ class PlanOptions:
     layers recompute their forward in the backward; encoder_recompute: so do encoders. live_micro_batches:
     how many micro-batches' worth of encoder activations a rank may hold on average; None: as many as there
     are stages (what stage 0 holds when encoders run there), and at least 4. first_stage_work: encoder FLOPs,
-    forward and backward, for each token of the LLM, counted on stage 0 when the layers are cut.
+    forward and backward, for each token of the LLM, counted on stage 0 when the layers are cut. fill_bubbles:
+    False inserts colocated encoders at the same point of every stage instead (a baseline of benchmarks; no
+    configuration says so).
     """
 
     placement: str = "colocated"
@@ -46,6 +48,7 @@ class PlanOptions:
     encoder_recompute: bool = False
     live_micro_batches: int | None = None
     first_stage_work: int = 0
+    fill_bubbles: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Plan:
         """Encoder passes are collectives of the world (ZeRO-3 shards the parameters); frozen encoders are
         plain."""
         return self.options.encoder_zero_stage == 3 and self.encoders_trainable
+
+    @property
+    def inserts_uniformly(self) -> bool:
+        """Colocated encoder passes stand at the same point of every stage's program."""
+        return self.gathers_encoders or not self.options.fill_bubbles
 
     @property
     def first_stage_only(self) -> bool:

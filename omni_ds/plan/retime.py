@@ -31,7 +31,7 @@ def retime(
     if plan.options.placement == "first_stage" and not plan.gathers_encoders:
         everywhere = encoder.numbers[-1] if encoder.backward is not None else None
         return first_stage(llm, encoder, everywhere=everywhere)
-    if plan.gathers_encoders:
+    if plan.inserts_uniformly:
         found = [uniform(llm, encoder, lead=lead) for lead in leads]
     else:
         line, live = time_line(llm), woven.schedule.live

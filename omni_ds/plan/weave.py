@@ -147,9 +147,9 @@ def _colocated(plan: Plan, llm: LLMWork, costs: Costs, training: bool) -> Woven:
             parts, guests = deal.parts, tuple(deal.guests)
         passes = _passes(plan, members, costs, training)
         encoder, loads = _encoder_work(plan, members, passes, parts, costs, training, guests)
-        if plan.gathers_encoders:
+        if plan.inserts_uniformly:
             schedule = uniform(llm, encoder, lead=choice.lead)
-            best = Woven(members, passes, tuple(parts), (), loads, encoder, schedule)
+            best = Woven(members, passes, tuple(parts), guests, loads, encoder, schedule)
             continue
         for overflow in choice.overflows()[: 1 + (tries > 1)]:
             schedule = shorter_schedule(
@@ -172,7 +172,7 @@ def _candidates(
 ) -> tuple[Choice, ...]:
     """forward, backward: mean encoder cost of each micro-batch."""
     stages, count = llm.stages, llm.micro_batches
-    if plan.gathers_encoders:
+    if plan.inserts_uniformly:
         # Nothing fills bubbles there: windows are as large as keeps encoder activations small.
         size = max(size for size in window_sizes(stages, count) if size <= stages)
         return (Choice(size, False, 0, 0, count),)
