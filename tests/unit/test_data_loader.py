@@ -10,6 +10,7 @@ from data.index import open_dataset
 from data.loader import EvalLoader, StepLoader
 from data.pack import pack
 from data.sampler import GlobalBatchSampler
+from omni_ds.engine.step_input import prepare
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.build import PlanOptions, build_plan
 from omni_ds.plan.llm_meta import LLMMeta
@@ -172,6 +173,22 @@ def test_a_medium_that_fails_leaves_zeros_and_a_reason(dataset, folder):
     assert all("image file cannot be decoded" in reason for _, reason in batch.failed)
     zeros = [v for m in batch.media.values() for v in m.get("vision", []) if not v.any()]
     assert len(zeros) == len(broken) and all(value.shape == (3, 28, 28) for value in zeros)
+
+
+def test_a_failed_sample_leaves_every_count(dataset):
+    plan = make_plan(dataset, pipe=1, data=2)
+    batch = next(iter(StepLoader(dataset, sampler(dataset), plan, 0, 0, 1)))
+    step = batch.step_plan
+    samples = [s for r in step.replicas for mb in r.micro_batches for s in mb.samples]
+    failed = {samples[0].row, samples[-1].row}  # one on each replica: all ranks leave both out
+    kept = [s for s in samples if s.row not in failed]
+    made = prepare(batch, 0, failed, torch.device("cpu"))
+    assert made.tokens == sum(s.tokens for s in kept) < step.tokens
+    assert made.target_tokens == sum(s.target_tokens for s in kept) < step.target_tokens
+    for mb in step.replica_of(0).micro_batches:
+        lost = tuple(i for i, s in enumerate(mb.samples) if s.row in failed)
+        assert made.batches[mb.index].lost == lost
+    assert prepare(batch, 0, (), torch.device("cpu")).tokens == step.tokens
 
 
 def test_a_row_that_changed_keeps_its_length_and_loses_its_targets(dataset, monkeypatch):
