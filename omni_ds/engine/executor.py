@@ -37,7 +37,7 @@ class StepInput:
         plan: the step plan.
         batches: micro-batch -> packed tensors on the device.
         media: window -> encoder -> media of this rank's share, in share order.
-        long_media: window -> the media that this rank encodes slices of, in the order of its work.
+        long_media: window -> what this rank's slices need of their media, in the order of its work.
         target_tokens, tokens: of the global batch, failed samples left out.
         measure: take the time of every compute action (on a GPU this waits for the device around each).
     """

@@ -102,6 +102,24 @@ def test_every_micro_batch_and_every_medium_is_somewhere_once(dataset, pipe, dat
         assert sorted(encoded) == sorted(expected)
 
 
+def test_a_gang_loads_the_pixel_rows_of_its_slices(dataset):
+    plan = make_plan(dataset, data=2, long_short=2)
+    (meta,) = (meta for meta in plan.encoders if meta.name == "vision")
+    found = cropped = 0
+    for rank in range(2):
+        (batch,) = StepLoader(dataset, sampler(dataset), plan, rank, 0, 1)
+        step = batch.step_plan
+        for window in step.replica_of(rank).windows:
+            sliced = [p.item for _, share in step.shares(rank, window.index) for p in share.slices]
+            values = batch.long_media.get(window.index, [])
+            for item, value in zip(sliced, values, strict=True):
+                whole = dataset.load_media(item.row, item.ordinal)
+                first, stop = meta.slice_pixels(item.shape, item.gang, item.slice)
+                assert np.array_equal(value.numpy(), whole[:, first:stop])
+                found, cropped = found + 1, cropped + (stop - first < item.shape[0])
+    assert found and cropped
+
+
 def test_packing(dataset):
     rows = (0, 2, 3, 4, 1)
     metas = tuple(dataset.metas(rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,19 @@ def test_slices_cover_tokens_and_rows(rows, columns, ranks):
         features[-1],
     )
     assert list(tokens) == sorted(tokens) and list(features) == sorted(features)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from((2, 4, 8)))
+def test_pixel_rows_hold_the_patches_of_a_slice(rows, columns, ranks):
+    meta, shape = image_encoder(), (8 * rows + 3, 8 * columns + 5)
+    cut = meta.slices(shape, ranks)
+    if cut is None:
+        return
+    for index, (start, stop) in enumerate(pairwise(cut[0])):
+        first, last = meta.slice_pixels(shape, ranks, index)
+        assert first % 8 == last % 8 == 0 and 0 <= first < last <= 8 * rows
+        assert first // 8 * columns <= start < (first // 8 + 1) * columns
+        assert (last // 8 - 1) * columns < stop <= last // 8 * columns
 
 
 def test_blocks_are_neighbours_of_one_stage_and_group():
