@@ -124,7 +124,7 @@ def step_input(plan, step, rank: int):
         pixels = [torch.randn((3, IMAGE, IMAGE), generator=generator(i.row, i.ordinal)) for i in items]
         if pixels:
             media[window.index] = {"vision": pixels}
-    return StepInput(step, batches, media, step.target_tokens)
+    return StepInput(step, batches, media, step.target_tokens, step.tokens)
 
 
 def _packed(batch, generator, vocab: int):

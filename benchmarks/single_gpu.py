@@ -228,7 +228,7 @@ def make_input(plan, step_plan, device: torch.device, kinds: int = 1):
             lead = meta.channels if meta.modality == "image" else meta.mels
             value = torch.randn(lead, *shape, generator=generator).to(device)
             media.setdefault(window.index, {}).setdefault(meta.name, []).append(value)
-    return StepInput(step_plan, batches, media, step_plan.target_tokens)
+    return StepInput(step_plan, batches, media, step_plan.target_tokens, step_plan.tokens)
 
 
 def model_flops(plan, samples) -> int:

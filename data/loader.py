@@ -29,7 +29,8 @@ class StepBatch:
 
     packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
     float32 tensors (image [3, height, width], audio [n_mels, frames]) of the rank's share, in share order; no
-    entry where it has none. long_media: window -> the whole media that it encodes slices of (work_of).
+    entry where it has none. long_media: window -> of the media that it encodes slices of (work_of) the pixel
+    rows that it needs (EncoderMeta.slice_pixels).
     failed: (dataset row, reason), one a row, of media that this rank should have
     decoded (zeros instead) and of rows of its replica that are no longer what was indexed. plan_seconds: what
     planning the step took.
@@ -116,6 +117,7 @@ class _Steps(Dataset, ABC):
             packed[micro_batch.index], lost = pack(self.dataset, micro_batch)
             failed |= dict(lost)
         layout, values, last = [], [], ((-1, -1), None)
+        encoders = {meta.name: meta for meta in self.plan.encoders}
         for window in replica.windows:
             for placed in work_of(step_plan, self.rank, window.index):
                 item = placed.item
@@ -128,6 +130,9 @@ class _Steps(Dataset, ABC):
                 value = last[1]
                 if item.start or value.shape[-1] > item.shape[-1]:
                     value = value[..., item.start : item.start + item.shape[-1]]
+                if item.gang > 1:
+                    first, stop = encoders[item.encoder].slice_pixels(item.shape, item.gang, item.slice)
+                    value = value[:, first:stop]
                 layout.append((window.index, item.encoder, value.shape, item.gang > 1))
                 values.append(value.ravel())
         buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))

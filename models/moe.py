@@ -151,7 +151,7 @@ class Documents:
     Attributes:
         index: [T] int64, document of each token of this shard.
         lengths: [n] fp32, tokens of each document of the whole sequence.
-        counted: [n] fp32, 0.0 for the padding document, which is not data.
+        counted: [n] fp32, 0.0 for what is not data: padding, samples whose media failed.
         sequence: ranks that hold the other shards.
     """
 
@@ -170,6 +170,8 @@ class Documents:
         counted = torch.ones_like(lengths)
         if batch.padding:
             counted[-1:] = 0.0
+        for document in batch.lost:
+            counted[document : document + 1] = 0.0
         return cls(torch.searchsorted(edges[1:], positions, right=True), lengths, counted, sequence)
 
 
@@ -206,7 +208,7 @@ def router_losses(
     Returns:
         fp32 scalar, None without coefficients; its gradient is that of the whole documents for the tokens of
         this shard, its value counts on the first shard (the z-loss on each), so that a sum over shards is
-        right. And [E] int64, detached: choices of each expert by the tokens of this shard, without padding.
+        right. And [E] int64, detached: choices of each expert by the tokens of this shard that count.
     """
     probabilities = logits.float().softmax(-1)
     chosen = probabilities.detach().topk(penalty.top_k, dim=-1).indices

@@ -34,6 +34,7 @@ class PackedBatch:
       this rank has; None: the same.
     - bounds: where each shard of the whole sequence starts, and the end; None: this is the whole sequence.
     - padding: dummy tokens at the end of the whole sequence, a segment of their own after the samples.
+    - lost: segments of the whole sequence whose sample counts for nothing, because its media failed.
     """
 
     input_ids: Tensor
@@ -49,6 +50,7 @@ class PackedBatch:
     placeholder_positions: Tensor | None = None
     bounds: tuple[int, ...] | None = None
     padding: int = 0
+    lost: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

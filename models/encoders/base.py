@@ -25,11 +25,13 @@ from omni_ds.plan.encoder_meta import EncoderMeta
 @dataclass(frozen=True)
 class ItemSlice:
     """One of the slices of an item. ``bounds``: tokens of all of them, (0, ..., T); ``group``: the ranks that
-    encode them, in that order."""
+    encode them, in that order. ``shape``: of the whole item where the value at hand is only the pixel
+    rows that the slice needs (EncoderMeta.slice_pixels); None: the value is whole."""
 
     index: int
     bounds: tuple[int, ...]
     group: ProcessGroup
+    shape: tuple[int, ...] | None = None
 
     @property
     def ulysses(self) -> Ulysses:
@@ -98,7 +100,8 @@ class Encoder(nn.Module):
     def forward_slice(self, value: Tensor, part: ItemSlice) -> Tensor:
         """Feature rows [rows of the slice, H] of one rank's slice of an item that a group encodes together.
 
-        Collective over the group in every layer, forward and backward. ``value``: the whole item.
+        Collective over the group in every layer, forward and backward. ``value``: the item, or what
+        ``part`` needs of it (ItemSlice.shape).
         """
         trains = any(parameter.requires_grad for parameter in self.tower.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):

@@ -70,22 +70,31 @@ class VitEncoder(Encoder):
         encoder = self.tower.encoder
         return encoder.layer if hasattr(encoder, "layer") else encoder.layers
 
-    def embed(self, images: Sequence[Tensor], tokens: tuple[int, int] | None = None) -> Tensor:
+    def embed(
+        self,
+        images: Sequence[Tensor],
+        tokens: tuple[int, int] | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> Tensor:
         """Images [channels, height, width] -> packed tokens [sum of prefix + patches, C], positions added.
 
         ``tokens``: only these of a single image, [start, stop); the convolution runs on their patches alone.
+        ``shape``: (height, width) of the whole of that image, which begins with the row of patches of the
+        first of them; None: it is whole.
 
         The ``forward`` of the tower's embeddings module, in the place of HF's, which takes one size a call.
         The calls of modules do not depend on the images, because under ZeRO-3 a call is a collective, and a
         weight is read only while its module runs. Same arithmetic as HF's otherwise.
         """
         patch = self.meta.patch
-        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        shapes = [image.shape[1:] for image in images] if shape is None else [shape]
+        grids = [(height // patch, width // patch) for height, width in shapes]
         pieces = [_patches(image, patch) for image in images]
         counts = [rows * columns for rows, columns in grids]
         start, stop = (0, 0) if tokens is None else (max(0, end - self.meta.prefix) for end in tokens)
         if tokens is not None:
-            pieces, counts = [pieces[0][start:stop]], [stop - start]
+            skipped = 0 if shape is None else start - start % grids[0][1]
+            pieces, counts = [pieces[0][start - skipped : stop - skipped]], [stop - start]
         embedded = self._project(torch.cat(pieces))
         positions = self._positions(dict.fromkeys(grids))
         prefix = self._prefix()
@@ -138,7 +147,8 @@ class VitEncoder(Encoder):
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         prefix, columns = self.meta.prefix, value.shape[2] // self.meta.patch
-        hidden = self.tower.embeddings([value], (part.bounds[part.index], part.bounds[part.index + 1]))
+        tokens = part.bounds[part.index], part.bounds[part.index + 1]
+        hidden = self.tower.embeddings([value], tokens, part.shape)
         if hasattr(self.tower, "pre_layrnorm"):
             hidden = self.tower.pre_layrnorm(hidden)
         hidden = self.run_layers(self.layers, hidden, [part.bounds[-1]], part.ulysses)

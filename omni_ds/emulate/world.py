@@ -121,6 +121,7 @@ def step_input(step: StepPlan, rank: int) -> StepInput:
         batches=batches,
         media={},
         target_tokens=step.target_tokens,
+        tokens=step.tokens,
         measure=True,
         long_media=long_media,
     )

@@ -167,7 +167,7 @@ class EncoderEngine:
         Args:
             key: ``backward`` refers to it.
             name: of the encoder.
-            value: the whole item.
+            value: the item, or what ``part`` needs of it.
 
         Returns:
             [rows of the slice, hidden_size], without a graph.

@@ -107,7 +107,7 @@ class EncoderWindows:
     ) -> Tensor:
         item = one.item
         bounds, _ = self._metas[item.encoder].slices(item.shape, item.gang)
-        part = ItemSlice(item.slice, bounds, self._gangs[item.gang])
+        part = ItemSlice(item.slice, bounds, self._gangs[item.gang], item.shape)
         name, value = (one.data, one.place), values[one.data, one.place]
         return self._encoders.forward_slice((window, *name), item.encoder, value, part, keep_graph=keep_graph)
 

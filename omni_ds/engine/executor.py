@@ -37,8 +37,8 @@ class StepInput:
         plan: the step plan.
         batches: micro-batch -> packed tensors on the device.
         media: window -> encoder -> media of this rank's share, in share order.
-        long_media: window -> the media that this rank encodes slices of, in the order of its work.
-        target_tokens: of the global batch, failed samples left out.
+        long_media: window -> what this rank's slices need of their media, in the order of its work.
+        target_tokens, tokens: of the global batch, failed samples left out.
         measure: take the time of every compute action (on a GPU this waits for the device around each).
     """
 
@@ -46,6 +46,7 @@ class StepInput:
     batches: Mapping[int, PackedBatch]
     media: Mapping[int, Mapping[str, Sequence[Tensor]]]
     target_tokens: int
+    tokens: int
     measure: bool = False
     long_media: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
 
@@ -181,7 +182,7 @@ class StepExecutor:
         features = self._feature_bytes_sent() - features_before
         loss, auxiliary, features = sum_over_ranks([*sums, float(features)], self._groups.control)
         self._result.loss = loss / max(step.target_tokens, 1)
-        self._result.auxiliary_loss = auxiliary / max(plan.tokens, 1)
+        self._result.auxiliary_loss = auxiliary / max(step.tokens, 1)
         self._result.feature_bytes = int(features)
         self._result.reduce_seconds = self._reductions.seconds()
         self._result.bytes_sent = self._bytes_sent() - sent_before
@@ -251,7 +252,7 @@ class StepExecutor:
                 return
             if auxiliary is not None:
                 self._auxiliary.append(auxiliary.detach().double())
-                auxiliary = auxiliary * (self._plan.mesh.data_degree / max(self._input.plan.tokens, 1))
+                auxiliary = auxiliary * (self._plan.mesh.data_degree / max(self._input.tokens, 1))
             if self._last_stage:
                 loss = output.sum()
                 self._losses.append(loss.detach().double())

@@ -24,7 +24,8 @@ def prepare(
     """Move one step to the device.
 
     A sample whose media could not be decoded keeps its tokens and shapes, so that the plan holds. It loses
-    its targets and leaves the target count, so that it changes nothing.
+    its targets, its document leaves the router losses, and it leaves the counts that both are divided by:
+    it changes nothing.
 
     Args:
         failed_rows: dataset rows that failed on any rank, agreed on by all.
@@ -39,18 +40,19 @@ def prepare(
         whole = _packed(packed, replica.micro_batches[index], failed)
         bounds = replica.bounds(replica.micro_batches[index])
         batches[index] = local_batch(whole, bounds, where, replica.tensor).to(device)
-    lost = sum(
-        sample.target_tokens
+    lost = [
+        sample
         for each in (plan.replicas if failed else ())
         for micro_batch in each.micro_batches
         for sample in micro_batch.samples
         if sample.row in failed
-    )
+    ]
     return StepInput(
         plan=plan,
         batches=batches,
         media=batch.media,
-        target_tokens=plan.target_tokens - lost,
+        target_tokens=plan.target_tokens - sum(sample.target_tokens for sample in lost),
+        tokens=plan.tokens - sum(sample.tokens for sample in lost),
         measure=measure,
         long_media=batch.long_media,
     )
@@ -89,4 +91,5 @@ def _packed(packed: PackedNumpy, micro_batch: MicroBatch, failed: frozenset[int]
         target_positions=batch.target_positions[kept],
         target_ids=batch.target_ids[kept],
         sample_of_target=batch.sample_of_target[kept],
+        lost=tuple(lost),
     )

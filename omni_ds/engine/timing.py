@@ -71,13 +71,19 @@ class Timing:
     def add(self, step: int, plan: StepPlan, compute: Sequence[tuple[Action, int]]) -> TimeModel | None:
         """Add a measured step; at the end of a burst fit and publish. Collective in such a step.
 
+        Windows with slices are left out: a gang waits for its slowest rank inside EF and EB.
+
         Args:
             compute: (action, nanoseconds) of this rank's compute actions, waiting left out.
 
         Returns:
             The new model, the same on every rank, or None.
         """
-        self._observations += [observe(self._plan, plan, self._rank, action, ns) for action, ns in compute]
+        self._observations += [
+            observe(self._plan, plan, self._rank, action, ns)
+            for action, ns in compute
+            if action.kind in (Kind.F, Kind.B) or not self._in_gang(plan, action.index)
+        ]
         if self.wants(step + 1):
             return None
         gathered: list = [None] * dist.get_world_size(self._group)
@@ -96,6 +102,9 @@ class Timing:
             self.book.add(model)
             self.shared.publish(model)
         return model
+
+    def _in_gang(self, plan: StepPlan, window: int) -> bool:
+        return any(share.slices for _, share in plan.shares(self._rank, window))
 
     def state_dict(self) -> dict:
         return {"stages": [list(layers) for layers in self._plan.stages], "models": self.book.to_json()}

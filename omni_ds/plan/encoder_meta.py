@@ -167,6 +167,14 @@ class EncoderMeta:
         tokens = tuple(min(rows * columns, cut * unit) + (self.prefix if cut else 0) for cut in cuts)
         return tokens, tuple(cut * per_unit for cut in cuts)
 
+    def slice_pixels(self, shape: Sequence[int], ranks: int, index: int) -> tuple[int, int]:
+        """Pixel rows [first, stop) of an image that slice ``index`` of ``ranks`` needs: whole rows of
+        patches, of which it may use the first and the last in part."""
+        bounds, _ = self.slices(shape, ranks)
+        columns = shape[1] // self.patch
+        first, stop = (max(0, bound - self.prefix) for bound in bounds[index : index + 2])
+        return first // columns * self.patch, -(-stop // columns) * self.patch
+
     @property
     def _blocks(self) -> bool:
         return self.reduction == "pixel_shuffle"

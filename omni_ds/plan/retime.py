@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.fill import EncoderWork, Schedule
+from omni_ds.plan.gangs import hosted_slices
 from omni_ds.plan.plan import Plan
+from omni_ds.plan.sample import Item
 from omni_ds.plan.schedule import first_stage, joint, uniform
 from omni_ds.plan.times import TimeModel, llm_key
 from omni_ds.plan.weave import Woven
@@ -68,15 +70,24 @@ def _llm_sizes(micro_batch: MicroBatch) -> tuple[int, int]:
 def _encoder_work(
     plan: Plan, times: TimeModel, replicas: Sequence[Sequence[MicroBatch]], woven: Woven, training: bool
 ) -> EncoderWork:
-    """Average over replicas of the slowest share of each stage."""
+    """Average over replicas of the slowest share of each stage, slices that it hosts for others included."""
     active = woven.work
     forward, backward = [], []
     for position, window in enumerate(active.windows):
         number = active.number(position)
-        shares = [
-            [_share_sizes(plan, micro_batches, window, part) for part in parts[number]]
-            for micro_batches, parts in zip(replicas, woven.parts, strict=True)
-        ]
+        items = [_items(micro_batches, window) for micro_batches in replicas]
+        shares = []
+        for data, parts in enumerate(woven.parts):
+            hosted = hosted_slices(plan.mesh, woven.guests, number, data)
+            shares.append(
+                [
+                    _share_sizes(
+                        plan,
+                        [items[data][i] for i in part] + [items[other][i] for other, i in hosted.get(r, ())],
+                    )
+                    for r, part in enumerate(parts[number])
+                ]
+            )
         forward.append(_by_stage(plan, shares, lambda sizes: times.predict("EF", sizes)))
         backward.append(_by_stage(plan, shares, lambda sizes: times.predict("EB", sizes)))
     return EncoderWork(active.windows, tuple(forward), tuple(backward) if training else None, active.numbers)
@@ -93,15 +104,16 @@ def _by_stage(
     )
 
 
-def _share_sizes(
-    plan: Plan, micro_batches: Sequence[MicroBatch], window: Sequence[int], part: Sequence[int]
-) -> tuple[int, ...]:
-    """tokens, tokens^2 of each encoder, for the items of a window at the positions ``part``."""
-    items = [item for m in window for sample in micro_batches[m].samples for item in sample.items]
+def _items(micro_batches: Sequence[MicroBatch], window: Sequence[int]) -> list[Item]:
+    return [item for m in window for sample in micro_batches[m].samples for item in sample.items]
+
+
+def _share_sizes(plan: Plan, items: Sequence[Item]) -> tuple[int, ...]:
+    """tokens, tokens^2 of each encoder."""
     found = {meta.name: [0, 0] for meta in plan.encoders}
-    for index in part:
-        entry = found[items[index].encoder]
-        tokens, squares = items[index].sizes
+    for item in items:
+        entry = found[item.encoder]
+        tokens, squares = item.sizes
         entry[0] += tokens
         entry[1] += squares
     return tuple(size for entry in found.values() for size in entry)

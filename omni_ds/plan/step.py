@@ -132,6 +132,7 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
     samples = list(chain.from_iterable(micro_batches))
     items = [item for sample in samples for item in sample.items]
     parts = list(chain.from_iterable([window for replica in replicas for window in replica.parts]))
+    guests = list(chain.from_iterable([replica.guests for replica in replicas]))
     actions = first.schedule.stages
     # A column for each number, in the order of the plan: many appends to one array take several times longer.
     columns = (
@@ -143,11 +144,16 @@ def _hash(step: int, replicas: Sequence[ReplicaPlan], forward_only: bool) -> int
         [len(sample.items) for sample in samples],
         [item.rows for item in items],
         [item.start for item in items],
+        [item.gang for item in items],
+        [item.slice for item in items],
+        [len(item.spans) for item in items],
+        list(chain.from_iterable(chain.from_iterable([item.spans for item in items]))),
         [len(item.shape) for item in items],
         list(chain.from_iterable([item.shape for item in items])),
         list(map(len, parts)),
         list(chain.from_iterable(parts)),
-        [number for replica in replicas for window in replica.guests for guest in window for number in guest],
+        list(map(len, guests)),
+        list(chain.from_iterable(chain.from_iterable(guests))),
         list(map(len, actions)),
         [_CODE[action.kind] << 32 | action.index for action in chain.from_iterable(actions)],
     )

@@ -147,10 +147,11 @@ def test_documents_cut_over_ranks(name: str, favoured: tuple[int, ...]) -> None:
         assert counts.sum(0).nonzero().flatten().tolist() == list(favoured)
 
 
-def _documents(segments: tuple[int, ...], padding: int = 0) -> Documents:
+def _documents(segments: tuple[int, ...], padding: int = 0, lost: tuple[int, ...] = ()) -> Documents:
     edges = torch.tensor([0, *segments], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = packed_batch((sum(segments),), vocab=61)
-    return Documents.of(replace(batch, cu_seqlens=edges, segments=segments, padding=padding), None)
+    batch = replace(batch, cu_seqlens=edges, segments=segments, padding=padding, lost=lost)
+    return Documents.of(batch, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,6 +178,20 @@ def test_a_document_without_tokens_costs_nothing() -> None:
     torch.testing.assert_close(loss, router_losses(logits, _documents((2, 3)), penalty)[0])
     loss.backward()
     assert logits.grad.isfinite().all()
+
+
+def test_a_lost_document_changes_nothing() -> None:
+    penalty = RouterPenalty(4, 2, 0.1, 0.1)
+    logits = torch.randn(12, 4, requires_grad=True)
+    loss, counts = router_losses(logits, _documents((3, 5, 4), lost=(1,)), penalty)
+    loss.backward()
+    assert not logits.grad[3:8].any() and logits.grad[:3].any() and logits.grad[8:].any()
+    kept = torch.cat([logits[:3], logits[8:]]).detach().requires_grad_()
+    expected, same = router_losses(kept, _documents((3, 4)), penalty)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.cat([logits.grad[:3], logits.grad[8:]]), kept.grad)
+    assert torch.equal(counts, same)
 
 
 def test_switches_of_the_losses() -> None:

@@ -145,7 +145,8 @@ def vit_case(name: str) -> dict:
             continue
         place = rank % gang
         tokens, cut = meta.slices(size, gang)
-        made = encoder.forward_slice(image, ItemSlice(place, tokens, gangs[gang]))
+        first, stop = meta.slice_pixels(size, gang, place)
+        made = encoder.forward_slice(image[:, first:stop], ItemSlice(place, tokens, gangs[gang], size))
         low, high = cut[place], cut[place + 1]
         outputs[index], whole[index] = made.detach(), rows.detach()[low:high]
         losses.append((made * weights[low:high]).sum())

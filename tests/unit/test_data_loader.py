@@ -10,6 +10,7 @@ from data.index import open_dataset
 from data.loader import EvalLoader, StepLoader
 from data.pack import pack
 from data.sampler import GlobalBatchSampler
+from omni_ds.engine.step_input import prepare
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.build import PlanOptions, build_plan
 from omni_ds.plan.llm_meta import LLMMeta
@@ -101,6 +102,24 @@ def test_every_micro_batch_and_every_medium_is_somewhere_once(dataset, pipe, dat
         assert sorted(encoded) == sorted(expected)
 
 
+def test_a_gang_loads_the_pixel_rows_of_its_slices(dataset):
+    plan = make_plan(dataset, data=2, long_short=2)
+    (meta,) = (meta for meta in plan.encoders if meta.name == "vision")
+    found = cropped = 0
+    for rank in range(2):
+        (batch,) = StepLoader(dataset, sampler(dataset), plan, rank, 0, 1)
+        step = batch.step_plan
+        for window in step.replica_of(rank).windows:
+            sliced = [p.item for _, share in step.shares(rank, window.index) for p in share.slices]
+            values = batch.long_media.get(window.index, [])
+            for item, value in zip(sliced, values, strict=True):
+                whole = dataset.load_media(item.row, item.ordinal)
+                first, stop = meta.slice_pixels(item.shape, item.gang, item.slice)
+                assert np.array_equal(value.numpy(), whole[:, first:stop])
+                found, cropped = found + 1, cropped + (stop - first < item.shape[0])
+    assert found and cropped
+
+
 def test_packing(dataset):
     rows = (0, 2, 3, 4, 1)
     metas = tuple(dataset.metas(rows))
@@ -172,6 +191,22 @@ def test_a_medium_that_fails_leaves_zeros_and_a_reason(dataset, folder):
     assert all("image file cannot be decoded" in reason for _, reason in batch.failed)
     zeros = [v for m in batch.media.values() for v in m.get("vision", []) if not v.any()]
     assert len(zeros) == len(broken) and all(value.shape == (3, 28, 28) for value in zeros)
+
+
+def test_a_failed_sample_leaves_every_count(dataset):
+    plan = make_plan(dataset, pipe=1, data=2)
+    batch = next(iter(StepLoader(dataset, sampler(dataset), plan, 0, 0, 1)))
+    step = batch.step_plan
+    samples = [s for r in step.replicas for mb in r.micro_batches for s in mb.samples]
+    failed = {samples[0].row, samples[-1].row}  # one on each replica: all ranks leave both out
+    kept = [s for s in samples if s.row not in failed]
+    made = prepare(batch, 0, failed, torch.device("cpu"))
+    assert made.tokens == sum(s.tokens for s in kept) < step.tokens
+    assert made.target_tokens == sum(s.target_tokens for s in kept) < step.target_tokens
+    for mb in step.replica_of(0).micro_batches:
+        lost = tuple(i for i, s in enumerate(mb.samples) if s.row in failed)
+        assert made.batches[mb.index].lost == lost
+    assert prepare(batch, 0, (), torch.device("cpu")).tokens == step.tokens
 
 
 def test_a_row_that_changed_keeps_its_length_and_loses_its_targets(dataset, monkeypatch):

@@ -51,6 +51,14 @@ def test_one_part_is_the_batch_itself() -> None:
     assert shard(packed_batch(LENGTHS, vocab=61), even_bounds(21, 2), 0).features is None
 
 
+def test_lost_segments_stay_with_every_shard() -> None:
+    batch = media_batch()
+    batch.lost = (1,)
+    whole = pad(batch, 3)
+    assert whole.lost == (1,)
+    assert [shard(whole, even_bounds(24, 3), i).to("meta").lost for i in range(3)] == [(1,)] * 3
+
+
 @pytest.mark.parametrize("lengths", [(2,), (1, 1), ()])
 def test_padding_is_a_segment_without_targets(lengths: tuple[int, ...]) -> None:
     batch = packed_batch(lengths, vocab=61)

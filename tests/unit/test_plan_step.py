@@ -13,6 +13,7 @@ from omni_ds.plan.build import build_step
 from omni_ds.plan.graph import ScheduleError
 from omni_ds.plan.sample import SampleMeta
 from omni_ds.plan.simulate import Links, simulate
+from omni_ds.plan.step import _hash
 from omni_ds.plan.validate import plan_graph, validate_step
 
 
@@ -204,6 +205,31 @@ def test_hash_is_the_same_in_another_process_and_sees_every_difference():
         build_step(plan, 1, [fewer, *samples[1:]]).hash,
     ]
     assert len({mine, *others}) == 4
+
+
+def test_hash_sees_slices_spans_and_whose_guests_they_are():
+    plan = plan_of(1, 2)
+    step = build_step(plan, 1, random_samples(plan, 16, 4))
+    first = step.replicas[0]
+
+    def hashed(item=None, guests=first.guests):
+        replica = replace(first, guests=guests)
+        if item is not None:
+            index = next(i for i, mb in enumerate(first.micro_batches) if any(s.items for s in mb.samples))
+            batch = first.micro_batches[index]
+            at = next(i for i, s in enumerate(batch.samples) if s.items)
+            sample = batch.samples[at]
+            sample = replace(sample, items=(replace(sample.items[0], **item), *sample.items[1:]))
+            samples = (*batch.samples[:at], sample, *batch.samples[at + 1 :])
+            batches = list(first.micro_batches)
+            batches[index] = replace(batch, samples=samples)
+            replica = replace(replica, micro_batches=tuple(batches))
+        return _hash(1, [replica], False)
+
+    found = [hashed(), hashed({"gang": 2}), hashed({"gang": 2, "slice": 1}), hashed({"slice": 1})]
+    found += [hashed({"spans": ((1, 2),)}), hashed({"spans": ((1, 1), (2, 1))}), hashed({"spans": ((2, 2),)})]
+    found += [hashed(guests=g) for g in ((((0, 1),), ()), ((), ((0, 1),)), (((0, 1), (0, 2)), ()))]
+    assert len(set(found)) == len(found)
 
 
 def _broken(edit, **options):
