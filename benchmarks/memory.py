@@ -178,10 +178,10 @@ def train_rank(path: str, settings: tuple[str, ...]) -> tuple[int, int, int]:
 def load_rank(path: str, settings: tuple[str, ...]) -> tuple[int, int]:
     """On every rank: (growth of resident memory while the LLM is read, bytes of its parameters)."""
     from omni_ds.config.load import load_config
-    from omni_ds.engine import runtime
+    from omni_ds.engine import loading
     from omni_ds.engine.launch import assemble
 
-    load, grown = runtime.load_llm, []
+    load, grown = loading.load_llm, []
 
     def watched(modules, *args, **kwargs):
         modules = list(modules)
@@ -191,7 +191,7 @@ def load_rank(path: str, settings: tuple[str, ...]) -> tuple[int, int]:
         grown.append(_resident("VmHWM") - before)
         return result
 
-    runtime.load_llm = watched
+    loading.load_llm = watched
     run = assemble(load_config(path, settings))
     share = sum(held.parameter.numel() for held in run.runtime.module.held()) * 4
     return grown[0], share

@@ -11,7 +11,14 @@ from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
 from models.multimodal import Multimodal
-from models.weights import PartWeights, check_weights, fill_module, llm_weights, tower_weights
+from models.weights import (
+    PartWeights,
+    check_weights,
+    fill_module,
+    find_weights,
+    llm_weights,
+    tower_weights,
+)
 
 _BLOCK = 4096
 _VOCABULARY = ("llm.model.embed_tokens.weight", "llm.lm_head.weight")
@@ -64,6 +71,51 @@ class _Recorded:
         return total / rows
 
 
+class Loader:
+    """Fills modules one after the other, for who can hold only some of them at a time.
+
+    Attributes:
+        dtypes: the checkpoint's dtype of each parameter filled so far, by global name; none for fresh ones.
+    """
+
+    def __init__(self, sources: Sequence[_Recorded], seed: int, std: float | None = None):
+        self._sources, self._seed, self._std = sources, seed, std
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for source in self._sources for name, dtype in source.dtypes.items()}
+
+    def check(self, modules: Iterable[nn.Module]) -> None:
+        """Compare names and shapes, before any memory is used. Raises as :func:`load_llm`."""
+        for module in modules:
+            regions = module.regions() if hasattr(module, "regions") else {}
+            for source in self._sources:
+                find_weights(module, module.hf_names(), source, regions=regions)
+        check_weights(self._sources)
+
+    def fill(self, module: nn.Module) -> None:
+        """Load the module's parameters or draw them, on the CPU. Raises UserError where a file is damaged."""
+        fill_module(module, module.hf_names(), self._sources, self._seed, std=self._std)
+
+    def fill_all(self, modules: Iterable[nn.Module]) -> dict[str, torch.dtype]:
+        """Fill, and raise one UserError for all that did not fit. Returns ``dtypes``."""
+        for module in modules:
+            self.fill(module)
+        check_weights(self._sources)
+        return self.dtypes
+
+
+def llm_loader(part: Any, config: PreTrainedConfig, seed: int) -> Loader:
+    """Loader of an LLM's layers. See :func:`load_llm`."""
+    sources = [_Recorded(llm_weights(part.path, config), config.vocab_size)] if part.path else []
+    return Loader(sources, seed, config.initializer_range)
+
+
+def model_loader(model: Multimodal, seed: int) -> Loader:
+    """Loader of an LLM's layers and encoders from one checkpoint."""
+    return Loader([_Recorded(model.weights())], seed)
+
+
 def load_llm(
     modules: Iterable[nn.Module], part: Any, config: PreTrainedConfig, seed: int
 ) -> dict[str, torch.dtype]:
@@ -81,27 +133,17 @@ def load_llm(
     Raises:
         UserError: weights are missing, unexpected or of another shape; the message lists them.
     """
-    sources = [_Recorded(llm_weights(part.path, config), config.vocab_size)] if part.path else []
-    for module in modules:
-        fill_module(module, module.hf_names(), sources, seed, std=config.initializer_range)
-    check_weights(sources)
-    return {name: dtype for source in sources for name, dtype in source.dtypes.items()}
+    return llm_loader(part, config, seed).fill_all(modules)
 
 
 def load_model(
     modules: Iterable[nn.Module], encoders: Iterable[Encoder], model: Multimodal, seed: int
 ) -> dict[str, torch.dtype]:
     """Fill this stage's layers and the encoders from one checkpoint. See :func:`load_llm`."""
-    source = _Recorded(model.weights())
-    for module in (*modules, *encoders):
-        fill_module(module, module.hf_names(), [source], seed)
-    check_weights([source])
-    return source.dtypes
+    return model_loader(model, seed).fill_all((*modules, *encoders))
 
 
 def load_encoder(encoder: Encoder, part: Any, config: PreTrainedConfig, seed: int) -> dict[str, torch.dtype]:
     """Fill an encoder: its tower from ``part.path`` if given, its projector freshly. See :func:`load_llm`."""
     sources = [_Recorded(tower_weights(encoder.name, part.path, config, encoder.config))] if part.path else []
-    fill_module(encoder, encoder.hf_names(), sources, seed)
-    check_weights(sources)
-    return {name: dtype for source in sources for name, dtype in source.dtypes.items()}
+    return Loader(sources, seed).fill_all([encoder])

@@ -28,6 +28,7 @@ __all__ = [
     "check_weights",
     "empty_parameters",
     "fill_module",
+    "find_weights",
     "init_module",
     "llm_weights",
     "load_module",
@@ -179,11 +180,24 @@ def load_module(
     ``regions``: for a local name, the part of the whole that the module holds; no more is read. What is
     missing or has another shape is noted in ``weights`` and left as it is; ``check_weights`` raises.
     """
-    taken = set()
+    for local, region in find_weights(module, names, weights, regions=regions).items():
+        value = weights.read(names[local], None if region.is_whole else region.index)
+        assign(module, local, value, device)
+    return {local for local, name in names.items() if name.startswith(weights.prefix)}
+
+
+def find_weights(
+    module: nn.Module,
+    names: Mapping[str, str],
+    weights: PartWeights,
+    *,
+    regions: Mapping[str, Region] | None = None,
+) -> dict[str, Region]:
+    """Local names and regions of what ``load_module`` would read; reads nothing. Notes what does not fit."""
+    found = {}
     for local, name in names.items():
         if not name.startswith(weights.prefix):
             continue
-        taken.add(local)
         region = (regions or {}).get(local) or Region.whole(tuple(module.get_parameter(local).shape))
         shape = weights.shape(name)
         if shape is None:
@@ -191,9 +205,8 @@ def load_module(
         elif shape != region.shape:
             weights.misshaped.append(f"{name} is {list(shape)}, the config says {list(region.shape)}")
         else:
-            value = weights.read(name, None if region.is_whole else region.index)
-            assign(module, local, value, device)
-    return taken
+            found[local] = region
+    return found
 
 
 def fill_module(

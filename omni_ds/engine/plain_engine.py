@@ -56,7 +56,8 @@ class PlainEngine:
     """An :class:`~omni_ds.engine.protocol.LLMEngine` of one stage under ZeRO-2 or 3.
 
     Args:
-        module: with its weights; ZeRO-3 shards them one by one, from wherever they are.
+        module: with its weights, under ZeRO-3 in shards already (:class:`~omni_ds.engine.sharding.Sharder`):
+            DeepSpeed would hold them whole on the device first.
         optimizer: of its parameters.
         config: for DeepSpeed.
         ranks: that share the weights. As with a pipeline engine, DeepSpeed goes on seeing them outside of

@@ -11,10 +11,9 @@ from models.encoders import RuntimeEncoders, build_encoder
 from models.freeze import set_trainable
 from models.init import empty_parameters
 from models.llm import build_llm_layers
-from models.loading import load_encoder, load_llm, load_model
 from models.parameters import HeldParameter, held_parameters
 from omni_ds.checkpoint.copies import Part, in_first_shards, owned_parts
-from omni_ds.checkpoint.fragments import WEIGHT, inner_optimizer, is_sharded
+from omni_ds.checkpoint.fragments import inner_optimizer, is_sharded
 from omni_ds.checkpoint.state import EngineState
 from omni_ds.composition import Composition, recomputes
 from omni_ds.config import Config
@@ -24,12 +23,13 @@ from omni_ds.engine.encoder_ranks import EncoderRanks
 from omni_ds.engine.environment import TIMEOUT
 from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import FrozenPipeline, OmniPipelineEngine, sum_over_ranks
+from omni_ds.engine.loading import load_weights
 from omni_ds.engine.optimizers import PartParameters, Schedules, build_optimizer, part_lr
 from omni_ds.engine.pipeline_module import OmniPipelineModule
 from omni_ds.engine.plain_engine import LaneRanks, PlainEngine
 from omni_ds.engine.plain_module import PlainModule
 from omni_ds.engine.protocol import LLMEngine
-from omni_ds.parallel.agreement import all_or_error
+from omni_ds.engine.sharding import Sharder
 from omni_ds.parallel.expert import register_expert_groups
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.parallel.layer_groups import LayerGroups, create_gangs
@@ -123,12 +123,14 @@ def build_runtime(
             )
             for name, hf_config in composition.encoder_configs.items()
         }
-    source_dtypes = all_or_error(lambda: _load(config, composition, module, encoders), groups.control)
+    ranks = LaneRanks.create(plan.mesh, groups) if isinstance(module, PlainModule) else None
+    sharder = None
+    if plan.options.llm_zero_stage == 3:
+        engine_config = llm_engine_config(config, 1, plan.mesh.data_degree)
+        sharder = Sharder(engine_config, ranks, layer_groups.expert_data, dtype, device)
+    loaded = load_weights(config, composition, module, encoders, dtype, groups.control, sharder)
     module.mark_replicated()
-    if plan.options.llm_zero_stage < 3:  # ZeRO-3 puts each weight on the device alone, to shard it
-        module.to(device)
-    originals = _originals(module, encoders, dtype, source_dtypes)
-    llm = _llm_engine(config, module, plan, groups, dtype, device)
+    llm = _llm_engine(config, module, plan, ranks, dtype, device)
     encoder_engine = _encoder_engine(config, encoders, plan, groups, dtype, device)
     module.anchor_encoders(encoder_engine)
     engines = [e for e in (llm, encoder_engine.engine) if hasattr(e, "optimizer")]
@@ -155,66 +157,22 @@ def build_runtime(
         encoder_engine,
         schedules,
         executor,
-        source_dtypes,
+        loaded.source_dtypes,
     )
     if llm.trainable:
         runtime.owned = owned_parts(
             module.held(), groups.shards, plan.mesh, rank, sharded=is_sharded(llm.optimizer)
         )
-    _restore_masters(runtime, originals)
+    loaded.restore_masters(runtime.engine_states())
     if in_first_shards(plan.mesh, rank):  # ranks that export; rank 0 alone exports encoders
         states = runtime.engine_states()
         trained = {h.name for state in states for h in state.held if h.parameter.requires_grad}
         runtime.frozen_originals = {
             (name, region): tensor
-            for (name, region), tensor in originals.items()
+            for (name, region), tensor in loaded.originals.items()
             if name not in trained and (rank == 0 or name.startswith("llm."))
         }
     return runtime
-
-
-def _load(
-    config: Config,
-    composition: Composition,
-    module: OmniPipelineModule | PlainModule,
-    encoders: dict[str, nn.Module],
-) -> dict[str, torch.dtype]:
-    seed, omni = config.omni.train.seed, config.omni
-    if composition.model is not None:
-        return load_model(module.local_layers(), encoders.values(), composition.model, seed)
-    dtypes = load_llm(module.local_layers(), omni.llm, composition.llm_config, seed)
-    for name, encoder in encoders.items():
-        dtypes |= load_encoder(encoder, omni.encoders[name], composition.encoder_configs[name], seed)
-    return dtypes
-
-
-def _originals(
-    module: OmniPipelineModule | PlainModule,
-    encoders: dict[str, nn.Module],
-    dtype: torch.dtype,
-    source_dtypes: dict[str, torch.dtype],
-) -> dict[Part, Tensor]:
-    """CPU copies of the weights as loaded, where training rounds them."""
-    if dtype == torch.float32:
-        return {}
-    return {
-        (h.name, h.region): h.parameter.detach().to("cpu", copy=True)
-        for h in held_parameters([*module.local_layers(), *encoders.values()])
-        if source_dtypes.get(h.name, torch.float32) != dtype
-    }
-
-
-@torch.no_grad()
-def _restore_masters(runtime: Runtime, originals: dict[Part, Tensor]) -> None:
-    """Give the fp32 masters what was loaded: DeepSpeed makes them from the already rounded weights."""
-    if not originals:
-        return
-    for engine in runtime.engine_states():
-        for fragment in engine.fragments():
-            if fragment.part in originals:
-                local = originals[fragment.part].view(-1)
-                fragment.tensors[WEIGHT].copy_(local[fragment.offset : fragment.offset + fragment.length])
-        engine.refresh()
 
 
 def _llm_module(
@@ -232,18 +190,19 @@ def _llm_engine(
     config: Config,
     module: OmniPipelineModule | PlainModule,
     plan: Plan,
-    groups: ProcessGroups,
+    ranks: LaneRanks | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> LLMEngine:
     if config.omni.llm.freeze:
         return FrozenPipeline(module.to(device, dtype))
+    if plan.options.llm_zero_stage < 3:  # else it is there, in shards
+        module.to(device)
     lr = part_lr(config, config.omni.llm.lr)
     optimizer = build_optimizer(
         config, [PartParameters("llm", lr, tuple(h.parameter for h in module.held()))], device
     )
     if isinstance(module, PlainModule):
-        ranks = LaneRanks.create(plan.mesh, groups)
         return PlainEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree), ranks)
     return OmniPipelineEngine(module, optimizer, llm_engine_config(config, 1, plan.mesh.data_degree))
 
