@@ -112,7 +112,7 @@ def step_input(
                 long_media.setdefault(window.index, []).append(value)
             else:
                 media.setdefault(window.index, {}).setdefault(item.encoder, []).append(value)
-    return StepInput(step, batches, media, step.target_tokens, measure, long_media)
+    return StepInput(step, batches, media, step.target_tokens, step.tokens, measure, long_media)
 
 
 def _noise(
