@@ -1,5 +1,5 @@
-"""Gives this rank's modules their weights on the CPU: all at once, or for ZeRO-3 layer by layer, each
-sharded.
+"""Gives this rank's modules their weights on the CPU: all at once, or for ZeRO-3 layer by layer, each sharded
+at once.
 
 Weights that training rounds are kept as they were loaded: for the fp32 masters, and for exports.
 """
