@@ -116,3 +116,36 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, stage: int, more: tuple[st
         differences = [(result["found"][another][2][n] - w).abs().max().item() for n, w in weights.items()]
         assert max(differences, default=0.0) < 1e-6
         assert result["whole"] == 0 or stage < 3
+
+
+def _started(config: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Of engines that have just been built: LLM weights in fp32; and of each layer sharded on the way,
+    how many elements were whole afterwards."""
+    from omni_ds.checkpoint.full_weights import full_parameters
+    from omni_ds.config.load import load_config
+    from omni_ds.engine import sharding
+    from omni_ds.engine.launch import assemble
+
+    shard, left = sharding.Sharder.shard, []
+
+    def watched(sharder, layer):
+        shard(sharder, layer)
+        left.append(sum(parameter.numel() for parameter in layer.parameters()))
+
+    sharding.Sharder.shard = watched
+    runtime = assemble(load_config(config, overrides)).runtime
+    found = full_parameters(runtime.module.held(), runtime.groups.shards)
+    return {"left": left, "weights": {name: tensor.clone() for name, tensor in found}}
+
+
+def test_sharded_while_read_and_masters_are_exact() -> None:
+    """Each layer is in shards before the next is read, and bf16 loses nothing of an fp32 checkpoint."""
+    config = str(config_for("nothing"))
+    exact = run_ranks(_started, 1, config, layout(1), timeout=120)[0]
+    found = run_ranks(
+        _started, 2, config, layout(1, "colocated", 2, *zero(3), "bf16.enabled=true"), timeout=120
+    )
+    assert not exact["left"] and all(f["left"] and not any(f["left"]) for f in found)
+    weights = next(f["weights"] for f in found if f["weights"])
+    assert weights.keys() == exact["weights"].keys()
+    assert [name for name in weights if not weights[name].equal(exact["weights"][name])] == []
