@@ -44,6 +44,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
 
+from benchmarks.parts.shapes import QWEN3_8B, SIGLIP_SO400M, WHISPER_LARGE
 from omni_ds.config.parts import EncoderConfig
 from omni_ds.plan.balance import ratio
 from omni_ds.plan.build import Plan, PlanOptions, build_plan, build_step
@@ -56,34 +57,6 @@ from omni_ds.plan.shares import cut_windows
 
 STAGES, REPLICAS, MICRO_BATCHES = 4, 8, 16
 BUDGET, FILLED = 16384, 0.75  # tokens of a micro-batch: at most, and on average
-LLM = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 4304,
-    "image_size": 378,
-    "patch_size": 14,
-}
-AUDIO = {
-    "model_type": "whisper",
-    "d_model": 1280,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "encoder_ffn_dim": 5120,
-    "num_mel_bins": 128,
-    "max_source_positions": 1500,
-}
 SIDE = 42  # pixels: of a square of patches that makes a feature row
 FRAMES = 3000  # mel frames: half a minute
 
@@ -102,13 +75,13 @@ class Dealt:
 def make_plan(**options) -> Plan:
     sections = {
         "vision": EncoderConfig(
-            config=VISION, modality="image", projector={"reduction": "pixel_shuffle", "factor": 3}
+            config=SIGLIP_SO400M, modality="image", projector={"reduction": "pixel_shuffle", "factor": 3}
         ),
         "audio": EncoderConfig(
-            config=AUDIO, modality="audio", projector={"reduction": "frame_stack", "factor": 4}
+            config=WHISPER_LARGE, modality="audio", projector={"reduction": "frame_stack", "factor": 4}
         ),
     }
-    llm = LLMMeta.from_config(LLM)
+    llm = LLMMeta.from_config(QWEN3_8B)
     metas = tuple(
         EncoderMeta.from_config(name, section, section.config, llm.hidden)
         for name, section in sections.items()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
 
+from benchmarks.parts.shapes import QWEN3_8B, SIGLIP_SO400M
 from omni_ds.plan.build import PlanOptions, build_plan, build_step
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.example import example_samples
@@ -42,18 +43,7 @@ def plan_of(stages: int, replicas: int, micro_batches: int):
 
     from omni_ds.config import ProcessorConfig, ProjectorConfig
 
-    llm = LLMMeta.from_config(
-        {
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 12288,
-            "vocab_size": 151936,
-        }
-    )
+    llm = LLMMeta.from_config(QWEN3_8B)
     section = SimpleNamespace(
         modality="image",
         freeze=False,
@@ -62,16 +52,7 @@ def plan_of(stages: int, replicas: int, micro_batches: int):
         processor=ProcessorConfig(),
         projector=ProjectorConfig(reduction="pixel_shuffle", factor=3),
     )
-    tower = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 1152,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "intermediate_size": 4304,
-        "image_size": 378,
-        "patch_size": 14,
-    }
-    vision = EncoderMeta.from_config("vision", section, tower, llm.hidden)
+    vision = EncoderMeta.from_config("vision", section, SIGLIP_SO400M, llm.hidden)
     options = PlanOptions(max_tokens_per_micro_batch=BUDGET, micro_batches=micro_batches)
     return build_plan(llm, (vision,), Mesh(stages, replicas), options)
 

@@ -20,15 +20,13 @@ import random
 import statistics
 import sys
 import tempfile
-import time
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anywhere, without an install
 
 import torch
 
+from benchmarks.parts.shapes import SIGLIP_SO400M, WHISPER_LARGE
 from omni_ds.engine import environment
 
 SAMPLES = 48
@@ -51,24 +49,6 @@ MOE = LLM | {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6144,
-}
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "image_size": 378,
-    "patch_size": 14,
-}
-AUDIO = {
-    "model_type": "whisper",
-    "d_model": 1280,
-    "encoder_ffn_dim": 5120,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "num_mel_bins": 128,
-    "max_source_positions": 1500,
 }
 TINY_LLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 TINY = {
@@ -102,22 +82,27 @@ def configuration(model: str, budget: int, options: argparse.Namespace) -> dict:
     small = TINY if options.tiny else {"llm": {}, "vision": {}, "audio": {}}
     if model == "qwen":
         return qwen_configuration(budget, options)
-    frozen = {"freeze": True, "projector": {"freeze": False}} if model == "frozen" else {}
     llm = MOE | ({"moe_intermediate_size": 64} if options.tiny else {}) if model == "moe" else LLM
     encoders = {
         "vision": {
-            "config": VISION | small["vision"],
+            "config": SIGLIP_SO400M | small["vision"],
             "modality": "image",
             "projector": {"reduction": "pixel_shuffle", "factor": 3},
         },
         "audio": {
-            "config": AUDIO | small["audio"],
+            "config": WHISPER_LARGE | small["audio"],
             "modality": "audio",
             "projector": {"reduction": "frame_stack", "factor": 4},
         },
     }
     for encoder in encoders.values():
-        encoder["freeze"] = bool(frozen)
+        encoder["freeze"] = model == "frozen"
+    parts = {"llm": {"config": llm | small["llm"], "tokenizer": "none"}, "encoders": encoders}
+    return run_configuration(parts, 4096, budget, options)
+
+
+def run_configuration(parts: dict, longest: int, budget: int, options: argparse.Namespace) -> dict:
+    """parts: keys of `omni` that name the model. longest: tokens of a sample, at most."""
     return {
         "train_batch_size": SAMPLES,
         "gradient_clipping": 1.0,
@@ -125,9 +110,12 @@ def configuration(model: str, budget: int, options: argparse.Namespace) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute)},
         "omni": {
-            "llm": {"config": llm | small["llm"], "tokenizer": "none"},
-            "encoders": encoders,
-            "data": {"train": [{"path": "none"}], "max_length": 4096, "max_tokens_per_micro_batch": budget},
+            **parts,
+            "data": {
+                "train": [{"path": "none"}],
+                "max_length": longest,
+                "max_tokens_per_micro_batch": budget,
+            },
             "train": {"max_steps": 1},
             "output_dir": tempfile.mkdtemp(),
         },
@@ -147,23 +135,7 @@ def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             drawn = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
         drawn.save_pretrained(folder)
-    return {
-        "train_batch_size": SAMPLES,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": not options.tiny},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute)},
-        "omni": {
-            "model": {"path": str(folder)},
-            "data": {
-                "train": [{"path": "none"}],
-                "max_length": min(8192, budget),
-                "max_tokens_per_micro_batch": budget,
-            },
-            "train": {"max_steps": 1},
-            "output_dir": tempfile.mkdtemp(),
-        },
-    }
+    return run_configuration({"model": {"path": str(folder)}}, min(8192, budget), budget, options)
 
 
 def draw_samples(plan, seed: int = 0, qwen: bool = False):
@@ -192,78 +164,9 @@ def draw_samples(plan, seed: int = 0, qwen: bool = False):
     return samples
 
 
-def make_input(plan, step_plan, device: torch.device, kinds: int = 1):
-    """The step's tensors, on the device. kinds: of positions (mrope: 3)."""
-    from models.packed import PackedBatch
-    from omni_ds.engine.executor import StepInput
-
-    generator = torch.Generator().manual_seed(1)
-    batches, media = {}, {}
-    replica = step_plan.replicas[0]
-    for mb in replica.micro_batches:
-        ids = torch.randint(2, plan.llm.vocab, (mb.tokens,), generator=generator)
-        targets, owners, places, features = [], [], [], []
-        for n, (sample, start) in enumerate(zip(mb.samples, mb.cu_seqlens, strict=False)):
-            last = start + sample.tokens - 1
-            places.append(torch.arange(sample.tokens))
-            targets.append(torch.arange(last - sample.target_tokens, last))
-            owners.append(torch.full((sample.target_tokens,), n))
-            features += [start + o + i for item in sample.items for o, k in item.spans for i in range(k)]
-        positions = torch.cat(targets)
-        batches[mb.index] = PackedBatch(
-            input_ids=ids,
-            position_ids=torch.cat(places).expand(kinds, -1) if kinds > 1 else torch.cat(places),
-            cu_seqlens=torch.tensor(mb.cu_seqlens, dtype=torch.int32),
-            max_seqlen=mb.max_seqlen,
-            segments=mb.lengths,
-            target_positions=positions,
-            target_ids=ids[positions + 1],
-            sample_of_target=torch.cat(owners),
-            feature_positions=torch.tensor(sorted(features), dtype=torch.int64),
-        ).to(device)
-    metas = {meta.name: meta for meta in plan.encoders}
-    for window in replica.windows:
-        for placed in window.share(0).items:
-            meta, shape = metas[placed.item.encoder], placed.item.shape
-            lead = meta.channels if meta.modality == "image" else meta.mels
-            value = torch.randn(lead, *shape, generator=generator).to(device)
-            media.setdefault(window.index, {}).setdefault(meta.name, []).append(value)
-    return StepInput(step_plan, batches, media, step_plan.target_tokens, step_plan.tokens)
-
-
-def model_flops(plan, samples) -> int:
-    """Forward and backward FLOPs of a step that arithmetic needs, without recomputation."""
-    metas, total = {meta.name: meta for meta in plan.encoders}, 0
-    for sample in samples:
-        llm = plan.llm.sample_flops(sample.tokens, sample.target_tokens)
-        total += llm * (2 + plan.llm.trainable)
-        for item in sample.items:
-            meta = metas[item.encoder]
-            total += meta.forward_flops(item.segments, item.rows)
-            total += meta.backward_flops(item.segments, item.rows)
-    return total
-
-
-def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a bf16 product of 8192 x 8192 matrices."""
-    size = 8192 if device.type == "cuda" else 512
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(8):
-        start = now(device)
-        a @ b
-        times.append(now(device) - start)
-    return 2 * size**3 / min(times)
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def build(model: str, budget: int, options: argparse.Namespace):
     """Runtime, plan and step input of one configuration."""
+    from benchmarks.parts.workloads import drawn_on_device, step_input
     from omni_ds.composition import complete, mesh_of, plan_of, read_composition
     from omni_ds.config.load import load_config
     from omni_ds.config.resolve import resolve
@@ -282,95 +185,14 @@ def build(model: str, budget: int, options: argparse.Namespace):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
     qwen = model == "qwen"
     samples = draw_samples(plan, qwen=qwen)
-    step = make_input(plan, build_step(plan, 0, samples), device, kinds=3 if qwen else 1)
+    kinds = 3 if qwen else 1
+    step = step_input(plan, build_step(plan, 0, samples), samples, 0, device, position_kinds=kinds)
     return runtime, plan, samples, step
 
 
-@contextmanager
-def drawn_on_device(device: torch.device):
-    """Fresh weights from the device's generator: the CPU's takes a minute for three billion of them."""
-    original = torch.Tensor.normal_
-
-    def normal(tensor, mean=0.0, std=1.0, *, generator=None):
-        return tensor.copy_(torch.randn(tensor.shape, device=device) * std + mean)
-
-    if device.type == "cuda":
-        torch.Tensor.normal_ = normal
-    try:
-        yield
-    finally:
-        torch.Tensor.normal_ = original
-
-
-class Loop:
-    """The same modules in a loop written by hand: no engine, schedule or messages; fp32 masters, accumulation
-    and norm, fused AdamW."""
-
-    def __init__(self, runtime):
-        self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
-        modules = [self.llm, *self.encoders.values()]
-        self.parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
-        self.masters = [p.detach().float().clone() for p in self.parameters]
-        for master in self.masters:
-            master.grad = torch.zeros_like(master)
-        on_gpu = runtime.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=on_gpu)
-
-    def run(self, plan, step) -> None:
-        order = {name: n for n, name in enumerate(self.encoders)}
-        for mb in step.plan.replicas[0].micro_batches:
-            placed = sorted(
-                (
-                    p
-                    for w in step.plan.replicas[0].windows
-                    for p in w.share(0).items
-                    if p.micro_batch == mb.index
-                ),
-                key=lambda p: (order[p.item.encoder], p.position),
-            )
-            batch, values = step.batches[mb.index], {}
-            for one in placed:
-                values.setdefault(one.item.encoder, []).append(self.media[one.item.row])
-            if placed:
-                rows = torch.cat(
-                    [self.encoders[name](values[name]) for name in self.encoders if name in values]
-                )
-                at = torch.cat(
-                    [
-                        torch.arange(p.position + o, p.position + o + k)
-                        for p in placed
-                        for o, k in p.item.spans
-                    ]
-                )
-                batch = replace(batch, feature_positions=at.to(rows.device), features=rows)
-            losses, _ = self.llm(batch, None)
-            (losses.sum() / step.target_tokens).backward()
-            with torch.no_grad():
-                used = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
-                torch._foreach_add_(
-                    [self.masters[i].grad for i in used], [self.parameters[i].grad for i in used]
-                )
-                for i in used:
-                    self.parameters[i].grad = None
-        with torch.no_grad():
-            gradients = [master.grad for master in self.masters]
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
-            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step()
-            torch._foreach_copy_(self.parameters, self.masters)
-            for gradient in gradients:
-                gradient.zero_()
-
-    def take_media(self, step) -> None:
-        """Media by sample; they lie by window and encoder in the step."""
-        self.media = {}
-        for window in step.plan.replicas[0].windows:
-            found = {name: iter(values) for name, values in step.media.get(window.index, {}).items()}
-            for placed in window.share(0).items:
-                self.media[placed.item.row] = next(found[placed.item.encoder])
-
-
 def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> dict:
+    from benchmarks.parts.workloads import model_flops, now
+
     runtime, plan, samples, step = build(model, budget, options)
     device = runtime.device
     if device.type == "cuda":
@@ -383,7 +205,7 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
     timed = seconds[options.warm_up :]
     if options.profile:
         profile(runtime, step)
-    by_hand = loop_seconds(runtime, plan, step, options) if options.loop else None
+    by_hand = loop_seconds(runtime, step, options) if options.loop else None
     middle = statistics.median(timed)
     tokens = step.plan.tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -404,13 +226,15 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
     }
 
 
-def loop_seconds(runtime, plan, step, options: argparse.Namespace) -> float:
+def loop_seconds(runtime, step, options: argparse.Namespace) -> float:
     """Seconds a step of the loop by hand, median."""
-    loop, seconds = Loop(runtime), []
-    loop.take_media(step)
+    from benchmarks.parts.hand_loop import HandLoop
+    from benchmarks.parts.workloads import now
+
+    loop, seconds = HandLoop(runtime, step), []
     for _ in range(options.warm_up + options.steps):
         start = now(runtime.device)
-        loop.run(plan, step)
+        loop.run(step)
         seconds.append(now(runtime.device) - start)
     return statistics.median(seconds[options.warm_up :])
 
@@ -418,6 +242,8 @@ def loop_seconds(runtime, plan, step, options: argparse.Namespace) -> float:
 def profile(runtime, step) -> None:
     """Device time of one step by kernel, the dearest first."""
     from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.parts.workloads import now
 
     activities = [ProfilerActivity.CPU]
     if runtime.device.type == "cuda":
@@ -444,6 +270,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     environment.start_distributed()
+    from benchmarks.parts.workloads import matmul_rate
     from omni_ds.engine.pipeline_module import stage_device
 
     ceiling = matmul_rate(stage_device(0))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from benchmarks.parts.shapes import WHISPER_LARGE
 from benchmarks.parts.workloads import drawn_on_device
 from omni_ds.composition import plan_of, read_composition
 from omni_ds.config import Config
@@ -48,15 +49,6 @@ VISION = {  # 0.66 billion with its projector
     "num_attention_heads": 16,
     "image_size": 392,
     "patch_size": 14,
-}
-AUDIO = {  # Whisper-large's encoder
-    "model_type": "whisper",
-    "d_model": 1280,
-    "encoder_ffn_dim": 5120,
-    "encoder_layers": 32,
-    "encoder_attention_heads": 20,
-    "num_mel_bins": 128,
-    "max_source_positions": 1500,
 }
 TINY_LLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 512}
 TINY_LLM |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -141,7 +133,7 @@ def configuration(
             "projector": {"reduction": "pixel_shuffle", "factor": 2},
         },
         "audio": {
-            "config": AUDIO | (TINY_AUDIO if tiny else {}),
+            "config": WHISPER_LARGE | (TINY_AUDIO if tiny else {}),
             "modality": "audio",
             "projector": {"reduction": "frame_stack", "factor": 4},
         },

@@ -86,17 +86,19 @@ def step_input(
     device: torch.device,
     *,
     measure: bool = False,
+    position_kinds: int = 1,
 ) -> StepInput:
     """What a rank holds of a step: random tokens of its shards and lanes and noise for the media that it
     encodes, the same for a sample wherever it goes.
 
-    samples: as they were given to build_step, before long recordings were divided.
+    samples: as they were given to build_step, before long recordings were divided. position_kinds: 3 where
+    rotary positions have a time, a height and a width, which are the same here.
     """
     replica, where = step.replica_of(rank), plan.mesh.coords(rank)
     batches = {
-        mb.index: local_batch(_packed(mb, plan.llm.vocab), replica.bounds(mb), where, replica.tensor).to(
-            device
-        )
+        mb.index: local_batch(
+            _packed(mb, plan.llm.vocab, position_kinds), replica.bounds(mb), where, replica.tensor
+        ).to(device)
         for mb in replica.micro_batches
     }
     metas = {meta.name: meta for meta in plan.encoders}
@@ -123,7 +125,7 @@ def _noise(
     return torch.randn((lead, *shape), generator=generator, device=device)
 
 
-def _packed(batch: MicroBatch, vocabulary: int) -> PackedBatch:
+def _packed(batch: MicroBatch, vocabulary: int, position_kinds: int) -> PackedBatch:
     """The whole micro-batch on the CPU."""
     ids, targets, places, owners, features = [], [], [], [], []
     for n, (sample, start) in enumerate(zip(batch.samples, batch.cu_seqlens, strict=False)):
@@ -136,9 +138,10 @@ def _packed(batch: MicroBatch, vocabulary: int) -> PackedBatch:
         owners.append(torch.full((sample.target_tokens,), n))
         features += [start + at + i for item in sample.items for at, rows in item.spans for i in range(rows)]
     none = torch.zeros(0, dtype=torch.int64)
+    positions = torch.cat([none, *(torch.arange(length) for length in batch.lengths)])
     return PackedBatch(
         input_ids=torch.cat([none, *ids]),
-        position_ids=torch.cat([none, *(torch.arange(length) for length in batch.lengths)]),
+        position_ids=positions if position_kinds == 1 else positions.expand(position_kinds, -1),
         cu_seqlens=torch.tensor(batch.cu_seqlens, dtype=torch.int32),
         max_seqlen=batch.max_seqlen,
         segments=batch.lengths,

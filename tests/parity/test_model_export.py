@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import MAKERS, make_model, model_config, other_names, rows_of, tower_of
+from families import FAMILIES, make_model, model_config, other_names, rows_of, tower_of
 from parity.model_reference import HFSamples, hf_model
 from ranks import run_ranks
 from tiny import write_config
@@ -57,7 +57,7 @@ def config_of(family: str, folder: Path, model: Path, **omni: Any) -> str:
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["saved", "other"])
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model", tied=others, dtype=BF16)
     (model / "README.md").write_text("A card.\n")
@@ -68,7 +68,7 @@ def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: 
     assert_identical(model, Path(out))
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     config = config_of(family, tmp_path, model)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import MAKERS, make_model, model_config, rows_of, tower_of
+from families import FAMILIES, make_model, model_config, rows_of, tower_of
 from parity.model_reference import train_hf_model
 from ranks import run_ranks
 from tiny import merged, write_config
@@ -31,8 +31,8 @@ LAYOUTS = {
     "gangs": (2, ("omni.encoder_parallel.long_short=40",)),  # images of more tokens are shared
     "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
 }
-FAST = [(family, "pp2") for family in MAKERS]
-FULL = [(family, layout) for family in MAKERS for layout in LAYOUTS if layout != "pp2"]
+FAST = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
+FULL = [(family, layout) for family in FAMILIES for layout in LAYOUTS if (family, layout) not in FAST]
 
 
 FROZEN: dict[str, dict[str, Any]] = {
@@ -99,7 +99,7 @@ def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
     check(family, layout)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_gradient_equals_hf(family: str) -> None:
     """One step of plain gradient descent at rate 1 leaves the gradient as the difference of the weights."""
     part = f"omni.encoders.{tower_of(family)}"
@@ -131,6 +131,6 @@ def test_frozen_parts_equal_hf(frozen: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tied_model_equals_hf(family: str) -> None:
     check(family, "pp2", tied=True)

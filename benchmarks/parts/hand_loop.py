@@ -1,0 +1,75 @@
+"""A training step without the engine, to see what the engine costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from omni_ds.engine.executor import StepInput
+from omni_ds.engine.runtime import Runtime
+
+
+class HandLoop:
+    """The modules of a runtime in a loop written by hand: no engine, schedule or messages; fp32 masters,
+    accumulation and norm, fused AdamW. step: whose media it keeps; later steps have the same."""
+
+    def __init__(self, runtime: Runtime, step: StepInput):
+        self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
+        modules = [self.llm, *self.encoders.values()]
+        self.parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        on_gpu = runtime.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=on_gpu)
+        self.media = {}  # by sample; they lie by window and encoder in the step
+        for window in step.plan.replicas[0].windows:
+            found = {name: iter(values) for name, values in step.media.get(window.index, {}).items()}
+            for placed in window.share(0).items:
+                self.media[placed.item.row] = next(found[placed.item.encoder])
+
+    def run(self, step: StepInput) -> None:
+        order = {name: n for n, name in enumerate(self.encoders)}
+        for mb in step.plan.replicas[0].micro_batches:
+            placed = sorted(
+                (
+                    p
+                    for w in step.plan.replicas[0].windows
+                    for p in w.share(0).items
+                    if p.micro_batch == mb.index
+                ),
+                key=lambda p: (order[p.item.encoder], p.position),
+            )
+            batch, values = step.batches[mb.index], {}
+            for one in placed:
+                values.setdefault(one.item.encoder, []).append(self.media[one.item.row])
+            if placed:
+                rows = torch.cat(
+                    [self.encoders[name](values[name]) for name in self.encoders if name in values]
+                )
+                at = torch.cat(
+                    [
+                        torch.arange(p.position + o, p.position + o + k)
+                        for p in placed
+                        for o, k in p.item.spans
+                    ]
+                )
+                batch = replace(batch, feature_positions=at.to(rows.device), features=rows)
+            losses, _ = self.llm(batch, None)
+            (losses.sum() / step.target_tokens).backward()
+            with torch.no_grad():
+                used = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+                torch._foreach_add_(
+                    [self.masters[i].grad for i in used], [self.parameters[i].grad for i in used]
+                )
+                for i in used:
+                    self.parameters[i].grad = None
+        with torch.no_grad():
+            gradients = [master.grad for master in self.masters]
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step()
+            torch._foreach_copy_(self.parameters, self.masters)
+            for gradient in gradients:
+                gradient.zero_()
