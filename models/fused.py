@@ -40,8 +40,6 @@ def fuse_decoder(module: nn.Module) -> None:
 def _forward_of(module: nn.Module) -> Any:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _rms_norm
-    if can_fuse(module):
-        return _gated_mlp
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return _swiglu if "silu" in type(module.act_fn).__name__.lower() else None
     if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")):
@@ -74,13 +72,11 @@ def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
     return LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "llama", False)
 
 
-def _gated_mlp(self: nn.Module, x: Tensor) -> Tensor:
-    return gated_mlp(self, x) if x.is_cuda else type(self).forward(self, x)
-
-
 def _swiglu(self: nn.Module, x: Tensor) -> Tensor:
     if not x.is_cuda:
         return type(self).forward(self, x)
+    if can_fuse(self):
+        return gated_mlp(self, x)
     from liger_kernel.ops import LigerSiLUMulFunction
 
     return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))

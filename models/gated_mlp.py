@@ -1,9 +1,9 @@
 """A gated MLP as one function: less is kept for the backward pass, and odd widths get aligned products.
 
-``down(silu(gate(x)) * up(x))``. Autograd keeps the product of gate and up besides both; it is one cheap pass to
-make again. And a width whose rows are no multiple of 16 bytes (3420 in Qwen2.5-VL's vision tower) sends cuBLAS
-to kernels of older GPUs, several times slower: weights are padded with zeros for the time of a product, which
-changes no result.
+``down(silu(gate(x)) * up(x))``. Autograd keeps the product of gate and up besides both; it is one cheap pass
+to make again. And a width whose rows are no multiple of 16 bytes (3420 in Qwen2.5-VL's vision tower) sends
+cuBLAS to kernels of older GPUs, several times slower: weights are padded with zeros for the time of a
+product, which changes no result.
 
 Shapes: T tokens, C width of the model, I of the MLP.
 """
@@ -21,9 +21,12 @@ ALIGNMENT = 8  # numbers of two bytes; Hopper's copy engine takes rows of a mult
 
 
 def can_fuse(mlp: nn.Module) -> bool:
-    """Whether a module is such an MLP of plain linears: none that is cut over ranks, or has adapters."""
+    """Whether a module is such an MLP of plain linears: none that is cut over ranks, or has adapters, or
+    whose weights ZeRO-3 gathers only while the linear itself runs."""
     names = ("gate_proj", "up_proj", "down_proj")
     if not all(type(getattr(mlp, name, None)) is nn.Linear for name in names):
+        return False
+    if any(hasattr(getattr(mlp, name).weight, "ds_id") for name in names):
         return False
     return "silu" in type(getattr(mlp, "act_fn", None)).__name__.lower()
 
