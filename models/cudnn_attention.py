@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +33,25 @@ Packed = Callable[[Tensor, Tensor, Tensor, Packing, float], Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """rows: [n * S] int64, packed tokens (a segment's last one again for padding); hidden: [n, S, 1, 1] 0 or
-    ``HIDDEN`` for keys, None where nothing is padded; shape: (n, S)."""
+    """shape: (n, S). hidden: [n, S, 1, 1] in bf16, 0 or ``HIDDEN`` for keys; None where nothing is padded."""
 
-    rows: Tensor
-    hidden: Tensor | None
     shape: tuple[int, int]
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True)
 class Split:
-    """A packing cut in batches of long segments and what is left. short_rows: [tokens] int64 of the ``short``
-    packing, None where there is none. inverse: [T] int64, where each packed token's result stands in the
-    results one after the other."""
+    """A packing as batches of long segments and a packing of what is left.
+
+    rows: [R] int64, packed token of each row of the batches and then of ``short``, a segment's last one
+    again for padding. valid: [R, 1, 1] bool, False for padding; None where there is none. inverse: [T] int64,
+    row of each packed token.
+    """
 
     batches: tuple[Batch, ...]
     short: Packing | None
-    short_rows: Tensor | None
+    rows: Tensor
+    valid: Tensor | None
     inverse: Tensor
 
 
@@ -55,6 +59,10 @@ def padded_length(length: int) -> int:
     """The next of ``STEPS`` lengths an octave."""
     step = max(1, (1 << (length - 1).bit_length() >> 1) // STEPS)
     return -(-length // step) * step
+
+
+def has_long(packing: Packing) -> bool:
+    return packing.max_seqlen >= LONG
 
 
 def split(packing: Packing) -> Split:
@@ -65,48 +73,81 @@ def split(packing: Packing) -> Split:
 
 
 def _make_split(segments: Sequence[int], device: torch.device) -> Split:
-    starts, start = [], 0
-    for length in segments:
-        starts.append(start)
-        start += length
-    inverse, done = torch.empty(start, dtype=torch.int64), 0
+    starts = [0, *accumulate(segments)]
     groups: dict[int, list[int]] = {}
-    short = [i for i, length in enumerate(segments) if length < LONG]
     for i, length in enumerate(segments):
-        if length >= LONG:
-            groups.setdefault(padded_length(length), []).append(i)
-    batches = []
+        groups.setdefault(padded_length(length) if length >= LONG else 0, []).append(i)
+    short = groups.pop(0, [])
+    batches, all_rows, all_valid = [], [], []
     for size, members in sorted(groups.items()):
         lengths = torch.tensor([segments[i] for i in members]).unsqueeze(1)
         first = torch.tensor([starts[i] for i in members]).unsqueeze(1)
         steps = torch.arange(size).unsqueeze(0)
-        rows, valid = first + torch.minimum(steps, lengths - 1), steps < lengths
-        inverse[rows[valid]] = done + torch.arange(rows.numel()).view_as(rows)[valid]
-        done += rows.numel()
+        valid = steps < lengths
+        all_rows.append((first + torch.minimum(steps, lengths - 1)).flatten())
+        all_valid.append(valid.flatten())
         hidden = None
         if not bool(valid.all()):
-            hidden = on_device(torch.where(valid, 0.0, HIDDEN)[:, :, None, None], device)
-        batches.append(Batch(on_device(rows.flatten(), device), hidden, (len(members), size)))
-    packed = rows = None
+            hidden = torch.where(valid, 0.0, HIDDEN)[:, :, None, None].to(torch.bfloat16)
+            hidden = on_device(hidden, device)
+        batches.append(Batch((len(members), size), hidden))
+    packed = None
     if short:
-        rows = torch.cat([torch.arange(starts[i], starts[i] + segments[i]) for i in short])
-        inverse[rows] = done + torch.arange(rows.numel())
-        packed, rows = Packing.of([segments[i] for i in short], device), on_device(rows, device)
-    return Split(tuple(batches), packed, rows, on_device(inverse, device))
+        all_rows += [torch.arange(starts[i], starts[i + 1]) for i in short]
+        all_valid.append(torch.ones(sum(segments[i] for i in short), dtype=torch.bool))
+        packed = Packing.of([segments[i] for i in short], device)
+    rows, valid = torch.cat(all_rows), torch.cat(all_valid)
+    inverse = torch.empty(starts[-1], dtype=torch.int64)
+    inverse[rows[valid]] = torch.arange(len(rows))[valid]
+    mask = None if bool(valid.all()) else on_device(valid[:, None, None], device)
+    return Split(tuple(batches), packed, on_device(rows, device), mask, on_device(inverse, device))
+
+
+class _Spread(torch.autograd.Function):
+    """[T, ...] -> [R, ...]; what comes back for padding counts for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Split) -> Tensor:
+        ctx.inverse = parts.inverse
+        return x.index_select(0, parts.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.inverse), None
+
+
+class _Gather(torch.autograd.Function):
+    """[R, ...] -> [T, ...]; padding gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Split) -> Tensor:
+        ctx.parts = parts
+        return x.index_select(0, parts.inverse)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        spread = gradient.index_select(0, ctx.parts.rows)
+        return (spread if ctx.parts.valid is None else spread.mul_(ctx.parts.valid)), None
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, packed: Packed
 ) -> Tensor:
     """Query [T, A, D], key and value [T, K, D] -> [T, A, D]. ``packed``: the kernel for short segments."""
-    parts = split(packing)
-    if not parts.batches:
+    if not has_long(packing):
         return packed(query, key, value, packing, scale)
-    results = [_attend_batch(query, key, value, batch, packing.mask.causal, scale) for batch in parts.batches]
+    parts, causal = split(packing), packing.mask.causal
+    sizes = [n * size for n, size in (batch.shape for batch in parts.batches)]
+    sizes += [] if parts.short is None else [sum(parts.short.segments)]
+    pieces = zip(*(_Spread.apply(x, parts).split(sizes) for x in (query, key, value)), strict=True)
+    results = [
+        _attend_batch(*piece, batch, causal, scale)
+        for batch, piece in zip(parts.batches, pieces, strict=False)
+    ]
     if parts.short is not None:
-        rows, short = parts.short_rows, replace(parts.short, mask=packing.mask)
-        results.append(packed(*(x.index_select(0, rows) for x in (query, key, value)), short, scale))
-    return torch.cat(results).index_select(0, parts.inverse)
+        (piece,) = pieces
+        results.append(packed(*piece, replace(parts.short, mask=packing.mask), scale))
+    return _Gather.apply(torch.cat(results), parts)
 
 
 def _attend_batch(
@@ -114,10 +155,9 @@ def _attend_batch(
 ) -> Tensor:
     """[n * S, A, D], padding included."""
     size = query.shape[-1]
-    q, k, v = (x.index_select(0, batch.rows).unflatten(0, batch.shape) for x in (query, key, value))
+    q, k, v = (x.unflatten(0, batch.shape) for x in (query, key, value))
     if batch.hidden is not None and not causal:
-        q, k, v = (F.pad(x, (0, CHANNELS)) for x in (q, k, v))
-        q[..., size] = 1.0
+        q, k, v = F.pad(q, (0, CHANNELS), value=1.0), F.pad(k, (0, CHANNELS)), F.pad(v, (0, CHANNELS))
         k[..., size : size + 1] = batch.hidden
     out = _kernel(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
     return out.transpose(1, 2)[..., :size].flatten(0, 1)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
+ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -166,6 +168,9 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
     mesh = plan.mesh
     sharers = mesh.lanes * (1 if plan.first_stage_only else mesh.pipe)
     live = min(plan.options.live_micro_batches or max(4, mesh.pipe), load.micro_batches)
+    if mesh.pipe == 1 and load.encoders:  # windows of just enough tokens, one at a time (weave.py)
+        tokens = max(1, sum(tokens for tokens, _ in load.encoders.values()))
+        live = min(live, -(-ENOUGH * mesh.lanes // tokens))
     kept = running = 0
     for meta in plan.encoders:
         tokens, rows = load.encoders.get(meta.name, (0, 0))
