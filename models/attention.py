@@ -3,8 +3,6 @@
 The back end is chosen at the call, by device, dtype, head size and mask:
 
 - ``flash_attn``: the flash-attn package, CUDA, bf16 and fp16.
-- ``cudnn``: cuDNN's kernels for long segments (models/cudnn_attention.py) and ``varlen`` for the others, on
-  Hopper, bf16 and fp16.
 - ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention-2 inside torch), CUDA, bf16 and fp16.
 - ``sdpa``: batches of segments of like length through scaled_dot_product_attention; any device and dtype,
   exact.
@@ -33,7 +31,6 @@ from omni_ds.parallel.ulysses import grouped_heads
 
 ATTENTION_NAME = "omni_varlen"
 
-_CUDNN_HEAD = 128
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -108,15 +105,6 @@ def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sca
     )
 
 
-def _run_cudnn(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    from models.cudnn_attention import CHANNELS, attend
-
-    widened = query.shape[-1] + (0 if packing.mask.causal else CHANNELS)
-    if widened > _CUDNN_HEAD:
-        return _run_varlen(query, key, value, packing, scale)
-    return attend(query, key, value, packing, scale, _run_varlen)
-
-
 def _run_sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     groups, inverse = packing.groups
@@ -172,13 +160,6 @@ def _has_varlen() -> bool:
     return {"scale", "window_size"} <= _varlen_parameters()
 
 
-@cache
-def _has_cudnn() -> bool:
-    """On Hopper, where torch's FlashAttention-2 leaves half of the chip unused."""
-    cuda = torch.cuda.is_available() and torch.backends.cudnn.is_available()
-    return cuda and torch.cuda.get_device_capability()[0] == 9 and _has_varlen()
-
-
 BACKENDS = (
     Backend(
         "flash_attn",
@@ -188,16 +169,6 @@ BACKENDS = (
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
-        head_dim_multiple=8,
-    ),
-    Backend(
-        "cudnn",
-        _run_cudnn,
-        frozenset({"causal"}),
-        available=_has_cudnn,
-        device="cuda",
-        dtypes=_HALF,
-        max_head_dim=_CUDNN_HEAD,
         head_dim_multiple=8,
     ),
     Backend(
@@ -233,7 +204,6 @@ def describe_backend(device: torch.device | str, dtype: torch.dtype, head_dim: i
     backend = select_backend(device, dtype, head_dim, MaskSpec(causal=True))
     reason = {
         "flash_attn": "flash-attn, packed sequences",
-        "cudnn": f"cuDNN for long segments, varlen of torch {torch.__version__} for others",
         "varlen": f"torch.nn.attention.varlen (FlashAttention-2) of torch {torch.__version__}",
         "sdpa": "scaled_dot_product_attention on batches of segments of like length",
     }
