@@ -6,10 +6,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -52,10 +52,12 @@ class Measurer:
         sample = self.reader.read(self.source[row])
         tokenised = self.text.tokenise(sample)
         encoders = {p.modality: name for name, p in self.text.placeholders.items()}
+        siblings = Counter(ref.modality for ref in sample.media)
         shapes, counts = [], []
         for ref in sample.media:
             encoder = encoders[ref.modality]
-            shape = self.media[encoder].plan_shape(self._header(ref))
+            header = replace(self._header(ref), siblings=siblings[ref.modality])
+            shape = self.media[encoder].plan_shape(header)
             try:
                 counts.append(self.metas[encoder].measure(shape)[1])
             except UserError as error:

@@ -12,7 +12,7 @@ from data import index_layout
 from data.sources import Source
 from data.text import TextProcessor
 
-VERSION = 2  # of the file format and of everything that decides its content
+VERSION = 3  # of the file format and of everything that decides its content
 _LEARNING_ONLY = (
     "tower_trainable",
     "projector_trainable",

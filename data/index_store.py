@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 _DTYPES = {"I64": np.int64, "I32": np.int32, "I16": np.int16}  # safetensors' names of those used here
+_SIDES = 4  # of an item's shape, at most
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class IndexPart:
     """Columns over usable rows [n] of a source and over their media [m].
 
     rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
-    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side),
+    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 4] (-1: no such side),
     item_offsets [m]. skipped: rows by reason; examples: the first skips of each reason; media_skips: rows
     skipped for their media. Arrays of a part that was read are views of the file and cannot be written.
     """
@@ -92,7 +93,7 @@ class IndexPart:
         items = [item for record in records for item in record.items]
         names, tasks = list(encoder_names), sorted({record.task for record in records})
         numbers = {task: number for number, task in enumerate(tasks)}
-        shapes = [(*shape, -1)[:2] for _, shape, _ in items]
+        shapes = [(*shape, *(-1,) * (_SIDES - len(shape))) for _, shape, _ in items]
         return cls(
             rows=np.array([record.row for record in records], dtype=np.int64),
             tokens=np.array([record.tokens for record in records], dtype=np.int32),
@@ -100,7 +101,7 @@ class IndexPart:
             tasks=np.array([numbers[record.task] for record in records], dtype=np.int32),
             item_starts=np.cumsum([0] + [len(record.items) for record in records], dtype=np.int64),
             item_encoders=np.array([names.index(encoder) for encoder, _, _ in items], dtype=np.int16),
-            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 2),
+            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, _SIDES),
             item_offsets=np.array([offset for _, _, offset in items], dtype=np.int32),
             media_skips=np.array([skip.row for skip in skips if skip.media], dtype=np.int64),
             encoder_names=names,

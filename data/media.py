@@ -39,7 +39,7 @@ class MediaRef:
 @dataclass(frozen=True)
 class MediaHeader:
     """Image: height and width in pixels as displayed (EXIF rotation applied). Audio: samples per channel,
-    rate in Hz.
+    rate in Hz. siblings: how many media of this modality its row has, itself included.
     """
 
     modality: str
@@ -47,6 +47,7 @@ class MediaHeader:
     width: int = 0
     samples: int = 0
     sampling_rate: int = 0
+    siblings: int = 1
 
 
 def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:

@@ -16,10 +16,14 @@ from data.grid_images import grid_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
 from data.padded_audio import PaddedAudioPreprocess
+from data.tiles import internvl_preprocess, onevision_preprocess
 from omni_ds.errors import UserError
-from omni_ds.plan.encoder_geometry import read_geometry, tower_config
+from omni_ds.plan.encoder_geometry import read_geometry, tower_config, tower_type
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
+from omni_ds.plan.towers.onevision import TOWER_TYPE as ONEVISION
 from omni_ds.plan.towers.qwen_audio import REACH
+
+_TILED = {"internvl_vision": internvl_preprocess, ONEVISION: onevision_preprocess}
 
 
 class Preprocess(Protocol):
@@ -29,11 +33,13 @@ class Preprocess(Protocol):
     processor: Any
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, ...]:
-        """Image (height, width) in pixels, audio (mel_frames,). MediaError when the medium cannot be used."""
+        """Image (height, width) in pixels or as its tower's tiles, audio (mel_frames,). MediaError when the
+        medium cannot be used.
+        """
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
-        """float32, image [3, height, width], audio [n_mels, mel_frames]. MediaError when it cannot be
-        decoded.
+        """float32, image [3, height, width] or [3, tiles, side, side], audio [n_mels, mel_frames]. MediaError
+        when it cannot be decoded.
         """
 
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -134,6 +140,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
+        if make := _TILED.get(tower_type(hf_config)):
+            return make(where, _load_image_processor(where, encoder), encoder, hf_config)
         if hf_config.get("spatial_merge_size"):
             return grid_preprocess(where, _load_image_processor(where, encoder), encoder, hf_config)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)

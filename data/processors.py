@@ -31,10 +31,15 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any]) -> TextProcessor:
+def build_model_text(
+    config: Any,
+    tokens: Mapping[str, int],
+    grids: Sequence[Any],
+    around: Mapping[str, tuple[str, str]],
+) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    tokens: encoder -> id of its placeholder. grids: EncoderMetas whose features have places in a grid of
+    tokens: encoder -> id of its placeholder. around: as in `ModelFamily`. grids: EncoderMetas whose features have places in a grid of
     cells of `side` pixels; none: positions count the tokens.
     """
     model, data = config.omni.model, config.omni.data
@@ -43,9 +48,15 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
     )
     tokenizer = load_tokenizer(part, "omni.model.path")
     placeholders = {
-        name: Placeholder(name, encoder.modality, tokenizer.convert_ids_to_tokens(token), token, added=False)
+        name: Placeholder(
+            name,
+            encoder.modality,
+            tokenizer.convert_ids_to_tokens(tokens[name]),
+            tokens[name],
+            added=False,
+            around=_around(tokenizer, around.get(encoder.modality), model.path),
+        )
         for name, encoder in config.omni.encoders.items()
-        for token in (tokens[name],)
     }
     text = ModelTextProcessor(
         tokenizer,
@@ -57,6 +68,18 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
     if grids:
         text.positions = GridPositions({meta.name: meta.side for meta in grids})
     return text
+
+
+def _around(tokenizer: Any, names: tuple[str, str] | None, path: str) -> tuple[str, str]:
+    """Tokens that the tokenizer has under these names."""
+    if names is None:
+        return "", ""
+    if missing := [name for name in names if not isinstance(getattr(tokenizer, name, None), str)]:
+        raise UserError(
+            f"omni.model.path: the tokenizer of {path} has no {missing[0]}, which stands at an image; use the "
+            "tokenizer of the same checkpoint (tokenizer_config.json)"
+        )
+    return getattr(tokenizer, names[0]), getattr(tokenizer, names[1])
 
 
 def processor_template(path: str) -> str | None:

@@ -192,8 +192,8 @@ class TextProcessor:
     def _place(
         self, text: str, targets: Ranges, literal: Ranges, sample: Sample
     ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
-        it out.
+        """Write each medium's placeholder token, and what stands around it, for its private character; ranges
+        follow, literal ones leave it out.
         """
         found = list(MEDIA_CHARACTER.finditer(text))
         if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
@@ -202,10 +202,10 @@ class TextProcessor:
                 f"{len(sample.media)} media in the row, {len(found)} rendered",
             )
         positions = [match.start() for match in found]
-        tokens = [self._by_modality[ref.modality].token for ref in sample.media]
+        written = [self._by_modality[ref.modality].written for ref in sample.media]
         growth = [0]
-        for token in tokens:
-            growth.append(growth[-1] + len(token) - 1)
+        for one in written:
+            growth.append(growth[-1] + len(one) - 1)
 
         def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
             return [
@@ -217,7 +217,7 @@ class TextProcessor:
         literal = [
             gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
         ]
-        queue = iter(tokens)
+        queue = iter(written)
         return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:

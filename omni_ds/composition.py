@@ -52,7 +52,9 @@ def complete(config: Config) -> Config:
 
     model = read_model(config.omni.model)
     values = config.to_dict()
-    given = values["omni"].setdefault("encoders", {})
+    # A default is not what the user wants instead of the checkpoint's.
+    said = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    given = said["omni"].get("encoders", {})
     if unknown := sorted(given.keys() - model.sections.keys()):
         raise UserError(
             f"omni.encoders.{unknown[0]}: {model.path} has no part of this name; its encoders are "
@@ -89,7 +91,8 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
             llm = replace(llm, vocab=llm_config.vocab_size)
         else:
             tokens = {name: tower.token_id for name, tower in model.towers.items()}
-            text = build_model_text(config, tokens, encoders if model.family.grid_positions else ())
+            grids = encoders if model.family.grid_positions else ()
+            text = build_model_text(config, tokens, grids, model.family.around)
             if text.vocabulary_size > llm_config.vocab_size:
                 raise UserError(
                     f"omni.model.path: the tokenizer of {model.path} has ids up to "

@@ -26,7 +26,7 @@ def _weights(native: int, size: int, mode: str, antialias: bool) -> Tensor:
 def resize_grid(
     table: Tensor, grid: tuple[int, int], *, mode: str = "bicubic", antialias: bool = False
 ) -> Tensor:
-    """[side, side, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32, in
+    """[height, width, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32, in
     the table's dtype."""
     rows, columns = (
         _weights(native, size, mode, antialias).to(table.device, non_blocking=True)

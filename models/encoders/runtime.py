@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.internvl import InternVLEncoder
 from models.encoders.naflex import NaflexEncoder
+from models.encoders.onevision import OneVisionEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
@@ -24,6 +26,8 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
     "qwen_audio": QwenAudioEncoder,
+    "onevision": OneVisionEncoder,
+    "internvl": InternVLEncoder,
 }
 _BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
 
@@ -68,21 +72,27 @@ class RuntimeEncoders(nn.Module):
             f"encoders.{name}.{x}" for name, encoder in self.encoders.items() for x in encoder.unused
         )
 
-    def forward(self, batches: Mapping[str, Sequence[Tensor]], minimal: Sequence[str] = ()) -> Tensor:
+    def forward(
+        self,
+        batches: Mapping[str, Sequence[Tensor]],
+        minimal: Sequence[str] = (),
+        shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ) -> Tensor:
         """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
         engine.
 
-        An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
+        shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
         parameters still enter forward and backward, with zero gradient. Without any work the result is [0,
         H].
         """
         outputs = []
         for name, encoder in self.encoders.items():
             if values := batches.get(name):
-                outputs.append(encoder(values))
+                outputs.append(encoder(values, None if shapes is None else shapes[name]))
             elif name in minimal:
                 parameter = next(encoder.projector.parameters())
-                outputs.append(encoder(encoder.minimal_values(parameter.device, parameter.dtype))[:0])
+                least = encoder.minimal_values(parameter.device, parameter.dtype)
+                outputs.append(encoder(least, [encoder.meta.minimal_shape()])[:0])
         if outputs:
             return torch.cat(outputs)
         parameter = next(self.parameters())

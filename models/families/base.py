@@ -21,12 +21,16 @@ class ModelFamily:
 
     model_class: name of the HF class in transformers. sections: config of a checkpoint -> for a tower's name,
     the keys of ``omni.encoders.<name>`` that the checkpoint decides; UserError when it asks for what cannot
-    be built. grid_positions: tokens of images have positions in time, height and width (mrope). unused:
-    prefix of a tensor's name in the class, or in the checkpoint where the class has no such tensor -> why
+    be built. towers: config of a checkpoint -> for a tower's name, what it says of the tower outside the
+    tower's own config, to which it is joined. grid_positions: tokens of images have positions in time, height and width (mrope). around:
+    modality -> attributes of the tokenizer, the tokens that the processor writes before and behind a medium's
+    placeholders. unused: prefix of a tensor's name in the class, or in the checkpoint where the class has no such tensor -> why
     nothing is made of it.
     """
 
     model_class: str
     sections: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
+    towers: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
     grid_positions: bool = False
+    around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)

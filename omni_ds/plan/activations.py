@@ -174,5 +174,5 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
         if plan.options.encoder_recompute and tower:
             whole = tokens * element * (meta.layers + 2) * meta.hidden
             running = max(running, -(-tokens * tower // (meta.layers * sharers)))
-        kept += -(-live * (whole + rows * row) // sharers)
+        kept += -(-live * (whole + meta.projected_rows(tokens, rows) * row) // sharers)
     return kept, running

@@ -1,7 +1,8 @@
 """Long media in parts, so that none of them holds up the other ranks.
 
-A recording is cut between its windows, which do not attend to each other. A part is an item of its own, of
-the same row and ordinal, that starts at a later window; whoever encodes it reads its frames alone. Nothing is
+A recording is cut between its windows, which do not attend to each other, and an image of tiles between its
+tiles. A part is an item of its own, of the same row and ordinal, that starts at a later window or tile;
+whoever encodes it reads its frames or tiles alone. Nothing is
 computed twice and nothing is exchanged, so that the only reason to keep a clip whole is that it is small
 beside what a rank encodes in a step.
 
@@ -25,7 +26,7 @@ GRAIN = 32  # parts that make up what a rank encodes in a step, at least: a few 
 def split_recordings(
     samples: Sequence[SampleMeta], cost: EncoderCost, ranks: int, long_short: str | int
 ) -> tuple[SampleMeta, ...]:
-    """Samples with long recordings in parts.
+    """Samples with long recordings, and images of many tiles, in parts.
 
     long_short: "off": none; a number: clips of more encoder tokens than that, into parts of at most as many;
     "auto": into parts of at most 1 / GRAIN of the encoder cost of a rank, of which there are `ranks`.
@@ -121,12 +122,13 @@ def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
     for first in range(0, len(item.segments), count):
         start = first * meta.window
         length = min(frames - start, count * meta.window)
-        segments, rows = meta.measure((length,))
+        shape = (length, *item.shape[1:])
+        segments, rows = meta.measure(shape)
         assert segments == item.segments[first : first + count], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
             replace(
-                item, shape=(length,), segments=segments, rows=rows, spans=spans, start=item.start + start
+                item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start
             )
         )
         row += rows

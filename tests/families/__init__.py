@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen_audio, qwen_vl
+from families import llava, qwen_audio, qwen_vl, tiled
 from tiny import merged
 
 
@@ -37,6 +37,9 @@ FAMILIES = {
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES),
+    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, layouts=("pp2tp2",)),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_tiles import PROCESSORS, tiled_processor
 from torch import Tensor
 
 
@@ -59,10 +60,10 @@ class HFSamples:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
         media = self._media(names) if names else {}
-        counts = iter(self._counts(media))
-        text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
+        written = iter(self._written(media))
+        text = re.sub(re.escape(self.token), lambda _: next(written), text)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        found = dict(media)
+        found = {key: value for key, value in media.items() if key != "num_patches"}
         if "image_grid_thw" in found:
             found["mm_token_type_ids"] = (ids == self.token_id).int()
         return {"input_ids": ids, **found}
@@ -72,8 +73,11 @@ class HFSamples:
         from PIL import Image
 
         if self.modality == "image":
+            more = {}
             pictures = [Image.open(name).convert("RGB") for name in names]
-            return dict(self.processor(pictures, return_tensors="pt"))
+            if self.config.model_type in PROCESSORS:
+                pictures, more = [pictures], getattr(PROCESSORS[self.config.model_type], "images_kwargs", {})
+            return dict(self.processor(pictures, return_tensors="pt", **more))
         sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
@@ -93,6 +97,14 @@ class HFSamples:
             inside = token == starts or (inside and token != end)
         return labels
 
+    def _written(self, media: dict[str, Tensor]) -> list[str]:
+        """The text that the processor puts in the place of each medium's placeholder."""
+        if self.config.model_type in PROCESSORS and media:
+            processor = tiled_processor(self.config, self.tokenizer, self.processor)
+            count = len(media["num_patches"] if "num_patches" in media else media["image_sizes"])
+            return [processor.replace_image_token(media, nth) for nth in range(count)]
+        return [self.token * count for count in self._counts(media)]
+
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
@@ -109,7 +121,7 @@ class HFSamples:
 
 def part_of(name: str) -> str:
     """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or ".merger." in name:
+    if "projector" in name or ".merger." in name or "image_newline" in name:
         return "projector"
     return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
 

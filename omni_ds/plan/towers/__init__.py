@@ -1,6 +1,8 @@
 """Encoders in numbers, where a tower is no plain one with our projector: one file each, one line here."""
 
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.towers.internvl import InternVLMeta
+from omni_ds.plan.towers.onevision import TOWER_TYPE, OneVisionMeta
 from omni_ds.plan.towers.qwen_audio import QwenAudioMeta
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
 
@@ -8,5 +10,7 @@ TOWERS: dict[str, type[EncoderMeta]] = {
     "qwen2_vl_vision": QwenVisionMeta,
     "qwen2_5_vl_vision": QwenVisionMeta,
     "qwen2_audio_encoder": QwenAudioMeta,
+    "internvl_vision": InternVLMeta,
+    TOWER_TYPE: OneVisionMeta,
 }
-"""By ``model_type`` of the tower's HF config."""
+"""By :func:`omni_ds.plan.encoder_geometry.tower_type`."""

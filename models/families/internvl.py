@@ -1,0 +1,45 @@
+"""InternVL (HF form): pixel shuffle and a projector that norms; tokens around an image."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from models.families.base import Section
+from omni_ds.errors import UserError
+
+WHERE = "omni.model.path"
+
+
+def internvl_sections(config: PreTrainedConfig) -> dict[str, Section]:
+    """What config.json says in our words; UserError for what is not built."""
+    layer, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
+    factor = round(1 / config.downsample_ratio)
+    if not isinstance(layer, int):
+        raise UserError(f"{WHERE}: vision_feature_layer {layer} joins several layers, which is not supported")
+    if strategy != "default":
+        raise UserError(
+            f'{WHERE}: vision_feature_select_strategy {strategy!r} keeps the class token, which has no place '
+            'in the grid of patches; such a model is trained with "default"'
+        )
+    if factor < 1 or factor * config.downsample_ratio != 1:
+        raise UserError(f"{WHERE}: downsample_ratio {config.downsample_ratio} is not one over a whole number")
+    if config.projector_hidden_act != "gelu":
+        raise UserError(
+            f"{WHERE}: a projector with {config.projector_hidden_act} is not supported; InternVL's has gelu"
+        )
+    if config.vision_config.model_type != "internvl_vision":
+        raise UserError(
+            f"{WHERE}: a {config.vision_config.model_type} tower is not supported; internvl_vision is"
+        )
+    return {
+        "vision": {
+            "feature_layer": layer,
+            "feature_select": "patch",
+            "projector": {
+                "reduction": "pixel_shuffle",
+                "factor": factor,
+                "hidden_size": config.get_text_config().hidden_size,
+            },
+            "processor": {"min_pixels": None, "max_pixels": None},  # all tiles have the processor's size
+        }
+    }
