@@ -99,7 +99,9 @@ class OneVisionPreprocess(TiledPreprocess):
         return self.processor([images], return_tensors="np")["pixel_values"][0]
 
 
-def internvl_preprocess(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> TiledPreprocess:
+def internvl_preprocess(
+    where: str, processor: Any, encoder: Any, config: Mapping[str, Any]
+) -> TiledPreprocess:
     """Of a checkpoint's image processor (None: it has none); config: of the tower."""
     return InternVLPreprocess(processor, _side(where, processor, encoder, config))
 

@@ -18,7 +18,7 @@ def internvl_sections(config: PreTrainedConfig) -> dict[str, Section]:
         raise UserError(f"{WHERE}: vision_feature_layer {layer} joins several layers, which is not supported")
     if strategy != "default":
         raise UserError(
-            f'{WHERE}: vision_feature_select_strategy {strategy!r} keeps the class token, which has no place '
+            f"{WHERE}: vision_feature_select_strategy {strategy!r} keeps the class token, which has no place "
             'in the grid of patches; such a model is trained with "default"'
         )
     if factor < 1 or factor * config.downsample_ratio != 1:

@@ -17,7 +17,10 @@ WHERE = "omni.model.path"
 def onevision_sections(config: PreTrainedConfig) -> dict[str, Section]:
     """As LLaVA's; UserError for features that do not make a square."""
     sections = llava_sections(config)
-    if config.vision_config.model_type == "clip_vision_model" and sections["vision"]["feature_select"] == "full":
+    if (
+        config.vision_config.model_type == "clip_vision_model"
+        and sections["vision"]["feature_select"] == "full"
+    ):
         raise UserError(
             f'{WHERE}: vision_feature_select_strategy "full" keeps the class token, which has no place in the '
             'picture; such a model is trained with "default"'

@@ -127,9 +127,7 @@ def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
         assert segments == item.segments[first : first + count], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
-            replace(
-                item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start
-            )
+            replace(item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start)
         )
         row += rows
     assert row == item.rows, f"parts of {row} rows make up {item.rows}"

@@ -92,7 +92,9 @@ def internvl(family: str, tied: bool):
     tokenizer = make_tokenizer(list(_INTERNVL_TOKENS.values()), _INTERNVL_TEMPLATE)
     tokenizer._set_model_specific_special_tokens(_INTERNVL_TOKENS)
     other = family == "internvl_llama"  # the other choices of the tower, as in the 6B one
-    sizes: dict[str, Any] = {"norm_type": "rms_norm", "use_qk_norm": True} if other else {"attention_bias": True}
+    sizes: dict[str, Any] = (
+        {"norm_type": "rms_norm", "use_qk_norm": True} if other else {"attention_bias": True}
+    )
     vision = InternVLVisionConfig(
         hidden_size=24,
         intermediate_size=40,
