@@ -9,11 +9,12 @@ from PIL import Image
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
+from data.planned import Preprocess
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import square_side
 
 
-class TiledPreprocess:
+class TiledPreprocess(Preprocess):
     """An image as float32 [3, tiles, side, side].
 
     processor: of HF, PIL back end. side: of a tile in pixels.

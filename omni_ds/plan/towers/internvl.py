@@ -95,13 +95,11 @@ class InternVLMeta(TiledMeta):
         return super().projector_parameters + 2 * self.projector_in
 
     @property
-    def window(self) -> int:
-        """Of the first side of an item's shape, what a segment is: a tile."""
-        return 1
-
-    @property
     def segments_per_slice(self) -> int:
         return 1
+
+    def part_of(self, shape: Sequence[int], first: int, count: int) -> tuple[int, tuple[int, ...]]:
+        return first, (min(shape[0] - first, count), *shape[1:])
 
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         tiles, *sides = shape
