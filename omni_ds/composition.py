@@ -52,7 +52,10 @@ def complete(config: Config) -> Config:
 
     model = read_model(config.omni.model)
     values = config.to_dict()
-    given = values["omni"].setdefault("encoders", {})
+    # what the user wrote: a default does not contradict the checkpoint
+    given = {
+        name: part.model_dump(mode="json", exclude_unset=True) for name, part in config.omni.encoders.items()
+    }
     if unknown := sorted(given.keys() - model.sections.keys()):
         raise UserError(
             f"omni.encoders.{unknown[0]}: {model.path} has no part of this name; its encoders are "

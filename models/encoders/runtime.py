@@ -14,6 +14,7 @@ from models.encoders.naflex import NaflexEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
+from models.encoders.voxtral import VoxtralEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
@@ -25,7 +26,7 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "qwen_vision": QwenVisionEncoder,
     "qwen_audio": QwenAudioEncoder,
 }
-_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder, "voxtral_encoder": VoxtralEncoder}
 
 
 def build_encoder(

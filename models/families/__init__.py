@@ -2,10 +2,12 @@
 
 from models.families.base import ModelFamily
 from models.families.llava import llava_sections
+from models.families.voxtral import voxtral_sections
 
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
+    "voxtral": ModelFamily("VoxtralForConditionalGeneration", voxtral_sections),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class HFSamples:
             pictures = [Image.open(name).convert("RGB") for name in names]
             return dict(self.processor(pictures, return_tensors="pt"))
         sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+        if self.config.model_type == "voxtral":
+            return self._windows(sounds)
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
@@ -82,6 +85,24 @@ class HFSamples:
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
+        """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""
+        from transformers import VoxtralProcessor
+
+        sizes = {
+            "pad_to_multiple_of": self.processor.n_samples,
+            "max_source_positions": self.processor.nb_max_frames,
+        }
+        processor = SimpleNamespace(feature_extractor=self.processor)
+        each = [
+            VoxtralProcessor._retrieve_input_features(
+                processor, [sound], **VoxtralProcessor.audio_kwargs | sizes
+            )
+            for sound in sounds
+        ]
+        self.windows = [len(clip) for clip in each]
+        return {"input_features": torch.cat(each)}
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -96,6 +117,10 @@ class HFSamples:
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
+        if self.config.model_type == "voxtral":
+            audio = self.config.audio_config
+            rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+            return [rows * windows for windows in self.windows]
         if self.modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if "image_grid_thw" in media:

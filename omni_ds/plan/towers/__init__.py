@@ -3,10 +3,12 @@
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.towers.qwen_audio import QwenAudioMeta
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
+from omni_ds.plan.towers.voxtral import VoxtralMeta
 
 TOWERS: dict[str, type[EncoderMeta]] = {
     "qwen2_vl_vision": QwenVisionMeta,
     "qwen2_5_vl_vision": QwenVisionMeta,
     "qwen2_audio_encoder": QwenAudioMeta,
+    "voxtral_encoder": VoxtralMeta,
 }
 """By ``model_type`` of the tower's HF config."""
