@@ -31,13 +31,13 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any]) -> TextProcessor:
+def build_model_text(config: Any, checkpoint: Any, encoders: Sequence[Any]) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    tokens: encoder -> id of its placeholder. grids: EncoderMetas whose features have places in a grid of
-    cells of `side` pixels; none: positions count the tokens.
+    checkpoint: the `Multimodal`. encoders: its EncoderMetas; where the family has positions in a grid, their
+    features have places in one of cells of `side` pixels.
     """
-    model, data = config.omni.model, config.omni.data
+    model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(
         update={"path": model.path, "trust_remote_code": model.trust_remote_code}
     )
@@ -45,7 +45,7 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
     placeholders = {
         name: Placeholder(name, encoder.modality, tokenizer.convert_ids_to_tokens(token), token, added=False)
         for name, encoder in config.omni.encoders.items()
-        for token in (tokens[name],)
+        for token in (checkpoint.towers[name].token_id,)
     }
     text = ModelTextProcessor(
         tokenizer,
@@ -53,9 +53,11 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
         chat_template=read_template(data.chat_template) or processor_template(model.path),
         chat_template_kwargs=data.chat_template_kwargs,
         loss_on=data.loss_on,
+        written=family.written(checkpoint.config, tokenizer),
     )
-    if grids:
-        text.positions = GridPositions({meta.name: meta.side for meta in grids})
+    text.blocks = family.blocks
+    if family.grid_positions:
+        text.positions = GridPositions({meta.name: meta.side for meta in encoders})
     return text
 
 

@@ -49,7 +49,8 @@ class TextProcessor:
     """Tokenizer, chat template, label rule and placeholders.
 
     tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
-    placeholders: encoder name -> its token. loss_on: "assistant", "last_assistant" or "all".
+    placeholders: encoder name -> its token. loss_on: "assistant", "last_assistant" or "all". blocks: whether
+    consecutive feature rows of a sample attend to each other in both directions.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TextProcessor:
         ends = special - own - ({tokenizer.bos_token} - {tokenizer.eos_token})
         self._chat = ChatRenderer(self._render(None), any_of(ends))
         self.positions: Positions = sequence_positions
+        self.blocks = False
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property

@@ -91,8 +91,7 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
             llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
             llm = replace(llm, vocab=llm_config.vocab_size)
         else:
-            tokens = {name: tower.token_id for name, tower in model.towers.items()}
-            text = build_model_text(config, tokens, encoders if model.family.grid_positions else ())
+            text = build_model_text(config, model, encoders)
             if text.vocabulary_size > llm_config.vocab_size:
                 raise UserError(
                     f"omni.model.path: the tokenizer of {model.path} has ids up to "

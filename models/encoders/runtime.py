@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.gemma3 import Gemma3VisionEncoder
 from models.encoders.naflex import NaflexEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
@@ -19,6 +20,8 @@ from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.image_size import NAFLEX
+from omni_ds.plan.towers.gemma3 import Gemma3VisionMeta
+from omni_ds.plan.towers.voxtral import VoxtralMeta
 
 _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
@@ -26,7 +29,11 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "qwen_vision": QwenVisionEncoder,
     "qwen_audio": QwenAudioEncoder,
 }
-_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder, "voxtral_encoder": VoxtralEncoder}
+_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_META: dict[type[EncoderMeta], type[Encoder]] = {
+    Gemma3VisionMeta: Gemma3VisionEncoder,
+    VoxtralMeta: VoxtralEncoder,
+}
 
 
 def build_encoder(
@@ -38,7 +45,7 @@ def build_encoder(
     "encoder")``. UserError when architecture or geometry is not supported.
     """
     meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
-    family = _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
+    family = _BY_META.get(type(meta)) or _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
     encoder = family(meta, hf_config, recompute)
     set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
     return encoder

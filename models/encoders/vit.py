@@ -41,8 +41,14 @@ def vit_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 class VitEncoder(Encoder):
     """A vision tower. Item: [channels, height, width], already resized and normalised."""
 
-    def __init__(self, meta: EncoderMeta, config: PreTrainedConfig, recompute: bool = False):
-        super().__init__(meta, AutoModel.from_config(vit_config(config, meta.layers)), recompute)
+    def __init__(
+        self,
+        meta: EncoderMeta,
+        config: PreTrainedConfig,
+        recompute: bool = False,
+        projector: nn.Module | None = None,
+    ):
+        super().__init__(meta, AutoModel.from_config(vit_config(config, meta.layers)), recompute, projector)
         dino = meta.model_type.startswith("dinov2")
         self.unused = (
             ("tower.layernorm.weight", "tower.layernorm.bias", "tower.embeddings.mask_token")

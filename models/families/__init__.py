@@ -1,6 +1,7 @@
 """HF multimodal models that ``omni.model.path`` takes: one line for each ``model_type`` of config.json."""
 
 from models.families.base import ModelFamily
+from models.families.gemma3 import gemma3_sections, gemma3_written
 from models.families.llava import llava_sections
 from models.families.voxtral import voxtral_sections
 
@@ -9,5 +10,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
+    "gemma3": ModelFamily(
+        "Gemma3ForConditionalGeneration", gemma3_sections, blocks=True, written=gemma3_written
+    ),
     "voxtral": ModelFamily("VoxtralForConditionalGeneration", voxtral_sections),
 }

@@ -76,10 +76,11 @@ class EncoderMeta:
         architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
         factor).
         """
-        from omni_ds.plan.towers import TOWERS  # of subclasses of this class
+        from omni_ds.plan.towers import PROJECTORS, TOWERS  # of subclasses of this class
 
-        if hf_config.get("model_type") in TOWERS:
-            return TOWERS[hf_config["model_type"]].from_config(name, encoder, hf_config, llm_hidden)
+        kind = PROJECTORS.get(encoder.projector.type) or TOWERS.get(hf_config.get("model_type"))
+        if kind is not None:
+            return kind.from_config(name, encoder, hf_config, llm_hidden)
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
         projector = encoder.projector

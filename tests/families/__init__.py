@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen_audio, qwen_vl, voxtral
+from families import gemma3, llava, qwen_audio, qwen_vl, voxtral
 from tiny import merged
 
 
@@ -39,6 +39,7 @@ FAMILIES = {
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
     "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
 }
 

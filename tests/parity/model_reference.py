@@ -59,6 +59,8 @@ class HFSamples:
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
+        if self.config.model_type == "gemma3":
+            return self._processed(text, names)
         media = self._media(names) if names else {}
         counts = iter(self._counts(media))
         text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
@@ -85,6 +87,19 @@ class HFSamples:
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _processed(self, text: str, names: list[Path]) -> dict[str, Tensor]:
+        """What Gemma3's processor makes of a rendered text and its images, token types included."""
+        from PIL import Image
+        from transformers import Gemma3Processor
+
+        processor = Gemma3Processor(
+            self.processor, self.tokenizer, image_seq_length=self.config.mm_tokens_per_image
+        )
+        pictures = [Image.open(name).convert("RGB") for name in names] or None
+        made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert bool(made["token_type_ids"].any()) == bool(names)
+        return dict(made)
 
     def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
         """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""

@@ -1,6 +1,7 @@
 """Encoders in numbers, where a tower is no plain one with our projector: one file each, one line here."""
 
 from omni_ds.plan.encoder_meta import EncoderMeta
+from omni_ds.plan.towers.gemma3 import Gemma3VisionMeta
 from omni_ds.plan.towers.qwen_audio import QwenAudioMeta
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta
 from omni_ds.plan.towers.voxtral import VoxtralMeta
@@ -12,3 +13,5 @@ TOWERS: dict[str, type[EncoderMeta]] = {
     "voxtral_encoder": VoxtralMeta,
 }
 """By ``model_type`` of the tower's HF config."""
+PROJECTORS: dict[str, type[EncoderMeta]] = {"gemma3": Gemma3VisionMeta}
+"""By the projector's ``type``, where the tower is a plain one."""

@@ -1,7 +1,7 @@
 """The audio tower of Voxtral in numbers: Whisper's encoder on full windows, whose tokens are joined in fours.
 
-An item is a clip of any length, filled with silence up to whole windows, as HF does; each window is a segment.
-The projector has no biases.
+An item is a clip of any length, filled with silence up to whole windows, as HF does; each window is a
+segment. The projector has no biases.
 """
 
 from __future__ import annotations
