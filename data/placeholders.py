@@ -17,20 +17,13 @@ does.
 
 @dataclass(frozen=True)
 class Placeholder:
-    """token: its text. id: in the tokenizer. added: whether the tokenizer had to grow for it. around: what is
-    written before and behind those of a medium, where the chat template does not."""
+    """token: its text. id: in the tokenizer. added: whether the tokenizer had to grow for it."""
 
     encoder: str
     modality: str
     token: str
     id: int
     added: bool
-    around: tuple[str, str] = ("", "")
-
-    @property
-    def written(self) -> str:
-        """The text for one medium, which holds the token once."""
-        return self.token.join(self.around)
 
 
 def add_placeholders(tokenizer: Any, encoders: Mapping[str, Any]) -> dict[str, Placeholder]:

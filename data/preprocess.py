@@ -36,6 +36,11 @@ class ImagePreprocess(Preprocess):
 
     def __init__(self, processor: Any, where: str = "image processor"):
         self.processor = processor
+        if getattr(processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{where}: do_pan_and_scan cuts an image into several, which is not supported; set it to "
+                "false in the checkpoint's preprocessor_config.json or processor_config.json"
+            )
         self._size = _sides(processor, "size") if processor.do_resize else {}
         crops = bool(getattr(processor, "do_center_crop", None))
         self._crop = _sides(processor, "crop_size") if crops else {}

@@ -31,21 +31,13 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(
-    config: Any,
-    tokens: Mapping[str, Mapping[str, int]],
-    metas: Sequence[Any],
-    *,
-    grids: bool,
-    around: Mapping[str, tuple[str, str]],
-) -> TextProcessor:
+def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    tokens: encoder -> medium -> id of its placeholder. metas: `EncoderMeta`s. grids: whether features have
-    positions in the grids of their encoders (`GridPositions`); else positions count the tokens. around: as in
-    `ModelFamily`.
+    checkpoint: the `Multimodal`. metas: its `EncoderMeta`s; where the family has positions in a grid, their
+    features have places in it (`GridPositions`), else positions count the tokens.
     """
-    model, data = config.omni.model, config.omni.data
+    model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(
         update={"path": model.path, "trust_remote_code": model.trust_remote_code}
     )
@@ -53,7 +45,7 @@ def build_model_text(
     placeholders = {}
     for meta in metas:
         for modality in meta.modalities:
-            token = tokens[meta.name].get(modality)
+            token = checkpoint.towers[meta.name].tokens.get(modality)
             if token is None:
                 raise UserError(
                     f"omni.model.path: config.json of {model.path} does not say which token stands for "
@@ -61,30 +53,19 @@ def build_model_text(
                 )
             name = meta.name if modality == meta.modality else f"{meta.name}.{modality}"
             word = tokenizer.convert_ids_to_tokens(token)
-            beside = _around(tokenizer, around.get(modality), model.path)
-            placeholders[name] = Placeholder(meta.name, modality, word, token, False, beside)
+            placeholders[name] = Placeholder(meta.name, modality, word, token, added=False)
     text = ModelTextProcessor(
         tokenizer,
         placeholders,
         chat_template=read_template(data.chat_template) or processor_template(model.path),
         chat_template_kwargs=data.chat_template_kwargs,
         loss_on=data.loss_on,
+        written=family.written(checkpoint.config, tokenizer),
     )
-    if grids:
+    text.blocks = family.blocks
+    if family.grid_positions:
         text.positions = GridPositions({meta.name: meta for meta in metas})
     return text
-
-
-def _around(tokenizer: Any, names: tuple[str, str] | None, path: str) -> tuple[str, str]:
-    """Tokens that the tokenizer has under these names."""
-    if names is None:
-        return "", ""
-    if missing := [name for name in names if not isinstance(getattr(tokenizer, name, None), str)]:
-        raise UserError(
-            f"omni.model.path: the tokenizer of {path} has no {missing[0]}, which stands at an image; use the "
-            "tokenizer of the same checkpoint (tokenizer_config.json)"
-        )
-    return getattr(tokenizer, names[0]), getattr(tokenizer, names[1])
 
 
 def processor_template(path: str) -> str | None:

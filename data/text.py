@@ -63,7 +63,8 @@ class TextProcessor:
 
     tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
     placeholders: encoder name -> its token, and "encoder.modality" for what else it takes. loss_on:
-    "assistant", "last_assistant" or "all".
+    "assistant", "last_assistant" or "all". blocks: whether consecutive feature rows of a sample attend to
+    each other in both directions.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class TextProcessor:
         ends = special - own - ({tokenizer.bos_token} - {tokenizer.eos_token})
         self._chat = ChatRenderer(self._render(None), any_of(ends))
         self.positions: Positions = sequence_positions
+        self.blocks = False
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property
@@ -209,8 +211,8 @@ class TextProcessor:
     def _place(
         self, text: str, targets: Ranges, literal: Ranges, sample: Sample
     ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's placeholder token, and what stands around it, for its private character; ranges
-        follow, literal ones leave it out.
+        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
+        it out.
         """
         found = list(MEDIA_CHARACTER.finditer(text))
         if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
@@ -219,10 +221,10 @@ class TextProcessor:
                 f"{len(sample.media)} media in the row, {len(found)} rendered",
             )
         positions = [match.start() for match in found]
-        written = [self._by_modality[ref.modality].written for ref in sample.media]
+        tokens = [self._by_modality[ref.modality].token for ref in sample.media]
         growth = [0]
-        for one in written:
-            growth.append(growth[-1] + len(one) - 1)
+        for token in tokens:
+            growth.append(growth[-1] + len(token) - 1)
 
         def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
             return [
@@ -234,7 +236,7 @@ class TextProcessor:
         literal = [
             gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
         ]
-        queue = iter(written)
+        queue = iter(tokens)
         return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:

@@ -118,8 +118,8 @@ def onevision_preprocess(
     )
     if ours != theirs:
         raise UserError(
-            f"{where}: the image processor of {encoder.path} has other image_grid_pinpoints than config.json; "
-            "use the processor of the same checkpoint"
+            f"{where}: the image processor of {encoder.path} has other image_grid_pinpoints than config.json "
+            "has; use the processor of the same checkpoint"
         )
     return OneVisionPreprocess(processor, side)
 

@@ -26,8 +26,8 @@ def _weights(native: int, size: int, mode: str, antialias: bool) -> Tensor:
 def resize_grid(
     table: Tensor, grid: tuple[int, int], *, mode: str = "bicubic", antialias: bool = False
 ) -> Tensor:
-    """[height, width, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32, in
-    the table's dtype."""
+    """[height, width, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32,
+    in the table's dtype."""
     rows, columns = (
         _weights(native, size, mode, antialias).to(table.device, non_blocking=True)
         for native, size in zip(table.shape[:2], grid, strict=True)

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
+from models.encoders.gemma3 import Gemma3VisionEncoder
 from models.encoders.internvl import InternVLEncoder
 from models.encoders.naflex import NaflexEncoder
 from models.encoders.onevision import OneVisionEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
+from models.encoders.voxtral import VoxtralEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.image_size import NAFLEX
+from omni_ds.plan.towers.gemma3 import Gemma3VisionMeta
+from omni_ds.plan.towers.voxtral import VoxtralMeta
 
 _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
@@ -30,6 +34,10 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "internvl": InternVLEncoder,
 }
 _BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_META: dict[type[EncoderMeta], type[Encoder]] = {
+    Gemma3VisionMeta: Gemma3VisionEncoder,
+    VoxtralMeta: VoxtralEncoder,
+}
 
 
 def build_encoder(
@@ -41,7 +49,7 @@ def build_encoder(
     "encoder")``. UserError when architecture or geometry is not supported.
     """
     meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
-    family = _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
+    family = _BY_META.get(type(meta)) or _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
     encoder = family(meta, hf_config, recompute)
     set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
     return encoder
@@ -81,9 +89,9 @@ class RuntimeEncoders(nn.Module):
         """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
         engine.
 
-        shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
-        parameters still enter forward and backward, with zero gradient. Without any work the result is [0,
-        H].
+        shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items
+        runs its smallest item and adds no row: its parameters still enter forward and backward, with zero
+        gradient. Without any work the result is [0, H].
         """
         outputs = []
         for name, encoder in self.encoders.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from models.families.base import Section
@@ -43,3 +45,16 @@ def internvl_sections(config: PreTrainedConfig) -> dict[str, Section]:
             "processor": {"min_pixels": None, "max_pixels": None},  # all tiles have the processor's size
         }
     }
+
+
+def internvl_written(config: PreTrainedConfig, tokenizer: Any) -> dict[str, str]:
+    """The template writes the placeholder of an image, the processor (``InternVLProcessor``) what surrounds
+    it."""
+    names = ("start_image_token", "end_image_token")
+    if missing := [name for name in names if not isinstance(getattr(tokenizer, name, None), str)]:
+        raise UserError(
+            f"{WHERE}: the tokenizer has no {missing[0]}, which stands at an image; use the tokenizer of the "
+            "same checkpoint (tokenizer_config.json)"
+        )
+    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+    return {token: token.join(getattr(tokenizer, name) for name in names)}

@@ -22,8 +22,8 @@ def onevision_sections(config: PreTrainedConfig) -> dict[str, Section]:
         and sections["vision"]["feature_select"] == "full"
     ):
         raise UserError(
-            f'{WHERE}: vision_feature_select_strategy "full" keeps the class token, which has no place in the '
-            'picture; such a model is trained with "default"'
+            f'{WHERE}: vision_feature_select_strategy "full" keeps the class token, which has no place in '
+            'the picture; such a model is trained with "default"'
         )
     return sections
 

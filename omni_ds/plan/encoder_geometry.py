@@ -69,8 +69,8 @@ def tower_config(hf_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def tower_type(hf_config: Mapping[str, Any]) -> str:
-    """What kind of tower a config is of: its ``model_type``, unless the whole checkpoint's config says that it
-    is used in a way of its own (``ModelFamily.towers``)."""
+    """What kind of tower a config is of: its ``model_type``, unless the whole checkpoint's config says that
+    it is used in a way of its own (``ModelFamily.towers``)."""
     return hf_config.get("tower_type") or hf_config.get("model_type", "")
 
 

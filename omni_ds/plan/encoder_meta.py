@@ -77,9 +77,10 @@ class EncoderMeta:
         architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
         factor).
         """
-        from omni_ds.plan.towers import TOWERS  # of subclasses of this class
+        from omni_ds.plan.towers import PROJECTORS, TOWERS  # of subclasses of this class
 
-        if kind := TOWERS.get(tower_type(hf_config)):
+        kind = PROJECTORS.get(encoder.projector.type) or TOWERS.get(tower_type(hf_config))
+        if kind is not None:
             return kind.from_config(name, encoder, hf_config, llm_hidden)
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)

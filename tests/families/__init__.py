@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen_audio, qwen_vl, tiled
+from families import gemma3, llava, qwen_audio, qwen_vl, tiled, voxtral
 from tiny import merged
 
 
@@ -19,12 +19,13 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all)."""
+    those of ``make test`` (``make test-full`` has all). seconds: of the longest clip."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    seconds: float = 1.0
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -41,6 +42,8 @@ FAMILIES = {
     "internvl": TinyFamily(tiled.internvl, tiled.NAMES, layouts=("pp2tp2",)),
     "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
+    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
 }
 
 
@@ -64,7 +67,7 @@ def make_model(
     return folder
 
 
-def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
+def write_rows(folder: Path, count: int = 16, modality: str = "image", longest: float = 1.0) -> Path:
     """Rows of text alone, of one picture or clip, and of two of different sizes; returns the file."""
     import numpy as np
     import soundfile
@@ -80,8 +83,8 @@ def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
             name = f"{number}-{nth}.{'png' if modality == 'image' else 'wav'}"
             if modality == "image":
                 Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-            else:  # up to a whole window of one second
-                seconds = 1.0 if height > 50 else width / 60
+            else:  # up to the longest, which some have
+                seconds = longest * (1.0 if height > 50 else width / 60)
                 soundfile.write(folder / name, rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
             media.append(name)
         tag = f"<{modality}>"
@@ -103,7 +106,7 @@ def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media[0])
+    return write_rows(folder, count, FAMILIES[family].media[0], FAMILIES[family].seconds)
 
 
 def tower_of(family: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class HFSamples:
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
+        if self.config.model_type == "gemma3":
+            return self._processed(text, names)
         media = self._media(names) if names else {}
         written = iter(self._written(media))
         text = re.sub(re.escape(self.token), lambda _: next(written), text)
@@ -79,6 +82,8 @@ class HFSamples:
                 pictures, more = [pictures], getattr(PROCESSORS[self.config.model_type], "images_kwargs", {})
             return dict(self.processor(pictures, return_tensors="pt", **more))
         sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+        if self.config.model_type == "voxtral":
+            return self._windows(sounds)
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
@@ -86,6 +91,37 @@ class HFSamples:
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _processed(self, text: str, names: list[Path]) -> dict[str, Tensor]:
+        """What Gemma3's processor makes of a rendered text and its images, token types included."""
+        from PIL import Image
+        from transformers import Gemma3Processor
+
+        processor = Gemma3Processor(
+            self.processor, self.tokenizer, image_seq_length=self.config.mm_tokens_per_image
+        )
+        pictures = [Image.open(name).convert("RGB") for name in names] or None
+        made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert bool(made["token_type_ids"].any()) == bool(names)
+        return dict(made)
+
+    def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
+        """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""
+        from transformers import VoxtralProcessor
+
+        sizes = {
+            "pad_to_multiple_of": self.processor.n_samples,
+            "max_source_positions": self.processor.nb_max_frames,
+        }
+        processor = SimpleNamespace(feature_extractor=self.processor)
+        each = [
+            VoxtralProcessor._retrieve_input_features(
+                processor, [sound], **VoxtralProcessor.audio_kwargs | sizes
+            )
+            for sound in sounds
+        ]
+        self.windows = [len(clip) for clip in each]
+        return {"input_features": torch.cat(each)}
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -108,6 +144,10 @@ class HFSamples:
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
+        if self.config.model_type == "voxtral":
+            audio = self.config.audio_config
+            rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+            return [rows * windows for windows in self.windows]
         if self.modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if "image_grid_thw" in media:

@@ -180,7 +180,7 @@ def test_a_layer_saves_what_is_predicted(model_type, dtype):
     state = StageState(batch, hidden)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(state)
-    rotary = {t.untyped_storage().data_ptr() for t in state.rotary} if state.rotary else set()
+    rotary = {t.untyped_storage().data_ptr() for pair in state.rotary.values() for t in pair}
     measured = sum(storage.nbytes() for at, storage in saved.items() if at not in rotary)
     llm = LLMMeta.from_config(config.to_dict())
     element = 4 if dtype == "float32" else 2
