@@ -9,7 +9,8 @@ from PIL import Image
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
-from data.planned import Preprocess
+from data.planned import Preprocess, SeveralMedia
+from data.tile_videos import tiled_video_preprocess
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import square_side
 
@@ -100,16 +101,12 @@ class OneVisionPreprocess(TiledPreprocess):
         return self.processor([images], return_tensors="np")["pixel_values"][0]
 
 
-def internvl_preprocess(
-    where: str, processor: Any, encoder: Any, config: Mapping[str, Any]
-) -> TiledPreprocess:
+def internvl_preprocess(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> Preprocess:
     """Of a checkpoint's image processor (None: it has none); config: of the tower."""
     return InternVLPreprocess(processor, _side(where, processor, encoder, config))
 
 
-def onevision_preprocess(
-    where: str, processor: Any, encoder: Any, config: Mapping[str, Any]
-) -> TiledPreprocess:
+def onevision_preprocess(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> Preprocess:
     """As :func:`internvl_preprocess`."""
     side = _side(where, processor, encoder, config)
     ours, theirs = (
@@ -121,7 +118,8 @@ def onevision_preprocess(
             f"{where}: the image processor of {encoder.path} has other image_grid_pinpoints than config.json "
             "has; use the processor of the same checkpoint"
         )
-    return OneVisionPreprocess(processor, side)
+    video = tiled_video_preprocess(where, processor, side, encoder)
+    return SeveralMedia({"image": OneVisionPreprocess(processor, side), "video": video})
 
 
 def _side(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> int:

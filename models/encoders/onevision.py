@@ -36,9 +36,11 @@ class PackingProjector(Projector):
         return torch.cat([piece for item, shape in items for piece in self._packed(item, shape)])
 
     def _packed(self, rows: Tensor, shape: Sequence[int]) -> list[Tensor]:
-        """Of one item: the whole image, then the picture line by line with a newline behind each."""
-        whole, high, wide = self.meta.tile_rows, *shape[:2]
+        """Of one image: the whole of it, then the picture line by line with a newline behind each."""
         newline = self.image_newline.to(rows.dtype)
+        if len(shape) == 3:
+            return [self._pooled(rows, shape[0]), newline[None]]
+        whole, high, wide = self.meta.tile_rows, *shape[:2]
         if not high * wide:
             return [rows, newline[None]]
         side, picture = self.meta.grid_side, self.meta.picture(shape)
@@ -50,6 +52,13 @@ class PackingProjector(Projector):
             lines = resized.view(picture.lines, picture.columns, -1)
         ended = torch.cat([lines, newline.expand(picture.lines, 1, -1)], dim=1)
         return [rows[:whole], ended.flatten(0, 1)]
+
+    def _pooled(self, rows: Tensor, frames: int) -> Tensor:
+        """Of a video: rows of its frames, resized to half."""
+        old, new = self.meta.grid_side, self.meta.frame_side
+        side_by_side = rows.view(frames, old, old, -1).permute(1, 2, 0, 3).flatten(2)
+        resized = resize_grid(side_by_side, (new, new), mode="bilinear")
+        return resized.unflatten(1, (frames, -1)).transpose(0, 1).flatten(0, 1)
 
 
 class OneVisionEncoder(TiledEncoder):

@@ -5,9 +5,10 @@ pixels. Its tiles are squares of a picture into which it was fitted with padding
 the whole image, which comes first. Behind the projector the rows of the squares are put together, those of
 padding cut off, and where they are more than ``max_tiles`` tiles have the picture is resized; each line ends
 with a newline row. With tiles high and wide 0 it is the whole image alone, and one newline: so are images of
-rows with several.
+rows with several. A video is (frames, side, side): each frame is a tile, whose rows are resized to half, and
+a newline ends them all.
 
-Formulas: ``LlavaOnevisionModel.pack_image_features`` in transformers.
+Formulas: ``pack_image_features`` and ``apply_pooling`` of ``LlavaOnevisionModel`` in transformers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class OneVisionMeta(TiledMeta):
                 f"tower's image_size {plain.image}"
             )
         area = max(height * width for height, width in pinpoints)
-        sizes = asdict(plain) | {"family": "onevision"}
+        sizes = asdict(plain) | {"family": "onevision", "video": True}
         most = 1 + area // plain.image**2
         return cls(**sizes, most_tiles=most, max_tiles=hf_config["max_tiles"])
 
@@ -63,15 +64,22 @@ class OneVisionMeta(TiledMeta):
         return super().projector_parameters + self.out_hidden
 
     def tiles(self, shape: Sequence[int]) -> int:
-        return 1 + shape[0] * shape[1]
+        return shape[0] if len(shape) == 3 else 1 + shape[0] * shape[1]
 
     @property
     def tile_rows(self) -> int:
         """Rows of a tile behind the projector."""
         return self.grid_side**2
 
+    @property
+    def frame_side(self) -> int:
+        """Rows along a side of a video's frame."""
+        return -(-self.grid_side // 2)
+
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         segments = (self.tile_tokens,) * self.tiles(shape)
+        if len(shape) == 3:
+            return segments, shape[0] * self.frame_side**2 + 1
         if not shape[0] * shape[1]:
             return segments, self.tile_rows + 1
         picture = self.picture(shape)
