@@ -31,22 +31,29 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(config: Any, checkpoint: Any, encoders: Sequence[Any]) -> TextProcessor:
+def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    checkpoint: the `Multimodal`. encoders: its EncoderMetas; where the family has positions in a grid, their
-    features have places in one of cells of `side` pixels.
+    checkpoint: the `Multimodal`, whose family says whether features have positions in the grids of their
+    encoders (`GridPositions`; else positions count the tokens). metas: `EncoderMeta`s.
     """
     model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(
         update={"path": model.path, "trust_remote_code": model.trust_remote_code}
     )
     tokenizer = load_tokenizer(part, "omni.model.path")
-    placeholders = {
-        name: Placeholder(name, encoder.modality, tokenizer.convert_ids_to_tokens(token), token, added=False)
-        for name, encoder in config.omni.encoders.items()
-        for token in (checkpoint.towers[name].token_id,)
-    }
+    placeholders = {}
+    for meta in metas:
+        for modality in meta.modalities:
+            token = checkpoint.towers[meta.name].tokens.get(modality)
+            if token is None:
+                raise UserError(
+                    f"omni.model.path: config.json of {model.path} does not say which token stands for "
+                    f"{modality}"
+                )
+            name = meta.name if modality == meta.modality else f"{meta.name}.{modality}"
+            word = tokenizer.convert_ids_to_tokens(token)
+            placeholders[name] = Placeholder(meta.name, modality, word, token, added=False)
     text = ModelTextProcessor(
         tokenizer,
         placeholders,
@@ -57,7 +64,7 @@ def build_model_text(config: Any, checkpoint: Any, encoders: Sequence[Any]) -> T
     )
     text.blocks = family.blocks
     if family.grid_positions:
-        text.positions = GridPositions({meta.name: meta.side for meta in encoders})
+        text.positions = GridPositions({meta.name: meta for meta in metas})
     return text
 
 
