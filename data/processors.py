@@ -34,8 +34,8 @@ def build_text(config: Any) -> TextProcessor:
 def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    checkpoint: the `Multimodal`. metas: its `EncoderMeta`s; where the family has positions in a grid, their
-    features have places in it (`GridPositions`), else positions count the tokens.
+    checkpoint: the `Multimodal`, whose family says whether features have positions in the grids of their
+    encoders (`GridPositions`; else positions count the tokens). metas: `EncoderMeta`s.
     """
     model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(

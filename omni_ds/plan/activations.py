@@ -101,7 +101,10 @@ def norm_bytes(width: int, element: int) -> int:
 def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: bool) -> int:
     """What decoder layer `index` keeps of a token on a tensor rank."""
     share = LayerShare.of(llm, tensor)
-    total = llm.norms * norm_bytes(llm.hidden, element)
+    total = 2 * norm_bytes(llm.hidden, element)
+    total += (
+        (llm.norms - 2) * 8 * llm.hidden
+    )  # behind a block: fp32 input and normalised input; a sum keeps none
     if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
         total += (share.query + share.key) * (8 if element == 4 else 4 + element)
     # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor

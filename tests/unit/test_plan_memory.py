@@ -133,7 +133,7 @@ def test_experts_are_dealt_and_copied_over_tensor_ranks():
     assert held_by_stage(llm, mesh, ((0, 2),), 0).experts == whole.experts // 4
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_saves_what_is_predicted(model_type, dtype):
     """Distinct tensors that autograd keeps of one decoder layer, on documents of one length (no padding)."""
