@@ -45,7 +45,8 @@ def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> Text
     placeholders = {}
     for meta in metas:
         for modality in meta.modalities:
-            token = checkpoint.towers[meta.name].tokens.get(modality)
+            tokens = checkpoint.towers[meta.name].tokens
+            token = tokens.get(modality, tokens.get(meta.modality))  # frames may stand as images do
             if token is None:
                 raise UserError(
                     f"omni.model.path: config.json of {model.path} does not say which token stands for "
@@ -62,7 +63,7 @@ def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> Text
         loss_on=data.loss_on,
         written=family.written(checkpoint.config, tokenizer),
     )
-    text.blocks = family.blocks
+    text.blocks, text.spelled = family.blocks, family.spelled(checkpoint.config, tokenizer)
     if family.grid_positions:
         text.positions = GridPositions({meta.name: meta for meta in metas})
     return text

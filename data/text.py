@@ -5,7 +5,7 @@ object.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,8 @@ class TextProcessor:
     tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
     placeholders: encoder name -> its token, and "encoder.modality" for what else it takes. loss_on:
     "assistant", "last_assistant" or "all". blocks: whether consecutive feature rows of a sample attend to
-    each other in both directions.
+    each other in both directions. spelled: modality -> text for a medium with a placeholder for each run of
+    its feature rows, all equally long; else it has one.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class TextProcessor:
         self._chat = ChatRenderer(self._render(None), any_of(ends))
         self.positions: Positions = sequence_positions
         self.blocks = False
+        self.spelled: Mapping[str, Callable[[Planned], str]] = {}
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property
@@ -130,7 +132,8 @@ class TextProcessor:
             rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
-        text, targets, literal = self._place(text, targets, literal, sample)
+        words = self._words(sample, planned)
+        text, targets, literal = self._place(text, targets, literal, words)
         ids, offsets = self._encode(text, literal)
         runs = target_tokens(text, offsets, targets)
         if verify:
@@ -140,13 +143,14 @@ class TextProcessor:
             mask[run] = True
         if sample.messages is None:
             ids, mask = self._delimit(ids, mask)
-        slots = self._slots(ids, sample)
+        runs_of = self._runs(sample, planned, words)
+        slots = self._slots(ids, sample, runs_of)
         mask[list(slots)] = False
         if not mask[1:].any():
             raise RowError(
                 "no target token", f"nothing in the row is to be learnt with loss_on {self.loss_on!r}"
             )
-        return Tokenised(ids, mask, slots)
+        return Tokenised(ids, mask, slots, runs_of)
 
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
@@ -208,23 +212,38 @@ class TextProcessor:
         text = rendered.text[: last.stop] + eos
         return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
+    def _words(self, sample: Sample, planned: Sequence[Planned]) -> list[str]:
+        """The text that stands for each medium: its placeholder token, once for each run of its rows."""
+        words = []
+        for ordinal, ref in enumerate(sample.media):
+            spell = self.spelled.get(ref.modality)
+            words.append(spell(planned[ordinal]) if spell else self._by_modality[ref.modality].token)
+        return words
+
+    def _runs(
+        self, sample: Sample, planned: Sequence[Planned], words: Sequence[str]
+    ) -> tuple[tuple[int, int | None], ...]:
+        """As in `Tokenised`: the runs of a medium are equally long."""
+        runs: list[tuple[int, int | None]] = []
+        for ordinal, (ref, word) in enumerate(zip(sample.media, words, strict=True)):
+            count = word.count(self._by_modality[ref.modality].token)
+            runs += [(ordinal, None if count == 1 else planned[ordinal].rows // count)] * count
+        return tuple(runs)
+
     def _place(
-        self, text: str, targets: Ranges, literal: Ranges, sample: Sample
+        self, text: str, targets: Ranges, literal: Ranges, words: Sequence[str]
     ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
-        it out.
-        """
+        """Write each medium's text for its private character; ranges follow, literal ones leave it out."""
         found = list(MEDIA_CHARACTER.finditer(text))
-        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
+        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(words))):
             raise RowError(
                 "chat template drops or moves media",
-                f"{len(sample.media)} media in the row, {len(found)} rendered",
+                f"{len(words)} media in the row, {len(found)} rendered",
             )
         positions = [match.start() for match in found]
-        tokens = [self._by_modality[ref.modality].token for ref in sample.media]
         growth = [0]
-        for token in tokens:
-            growth.append(growth[-1] + len(token) - 1)
+        for word in words:
+            growth.append(growth[-1] + len(word) - 1)
 
         def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
             return [
@@ -236,7 +255,7 @@ class TextProcessor:
         literal = [
             gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
         ]
-        queue = iter(tokens)
+        queue = iter(words)
         return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
@@ -279,9 +298,11 @@ class TextProcessor:
             ids, mask = np.append(ids, eos), np.append(mask, True)
         return ids, mask
 
-    def _slots(self, ids: np.ndarray, sample: Sample) -> tuple[int, ...]:
-        """Positions of the placeholder tokens, which must be the row's media in order."""
-        wanted = [self._by_modality[ref.modality].id for ref in sample.media]
+    def _slots(
+        self, ids: np.ndarray, sample: Sample, runs: Sequence[tuple[int, int | None]]
+    ) -> tuple[int, ...]:
+        """Positions of the placeholder tokens, which must be those of the row's media in order."""
+        wanted = [self._by_modality[sample.media[ordinal].modality].id for ordinal, _ in runs]
         own = {placeholder.id for placeholder in self.placeholders.values()}
         tokens = ids.tolist()
         slots = tuple(at for at, token in enumerate(tokens) if token in own)

@@ -18,6 +18,15 @@ _FPS, _MIN_FRAMES, _MAX_FRAMES = 2.0, 4, 32  # HF's processors say nothing and t
 _SIZES = ("video_min_pixels", "video_max_pixels", "video_total_pixels")
 
 
+def centred(total: int, fps: float, sampling: FrameSampling) -> np.ndarray:
+    """A `Formula`: as many frames as `evenly` takes, each from the middle of its part of the video, as
+    InternVLVideoProcessor.sample_frames does."""
+    import torch  # its arange, for its rounding
+
+    share = total / len(evenly(total, fps, sampling))
+    return torch.arange(share / 2, total, share).int().numpy().astype(np.int64)
+
+
 class TiledVideoPreprocess(Preprocess):
     """A video as float32 [3, frames, side, side]; shape (frames, side, side).
 

@@ -10,7 +10,7 @@ from PIL import Image
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
 from data.planned import Preprocess, SeveralMedia
-from data.tile_videos import tiled_video_preprocess
+from data.tile_videos import centred, tiled_video_preprocess
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import square_side
 
@@ -103,7 +103,9 @@ class OneVisionPreprocess(TiledPreprocess):
 
 def internvl_preprocess(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> Preprocess:
     """Of a checkpoint's image processor (None: it has none); config: of the tower."""
-    return InternVLPreprocess(processor, _side(where, processor, encoder, config))
+    side = _side(where, processor, encoder, config)
+    video = tiled_video_preprocess(where, processor, side, encoder, centred)
+    return SeveralMedia({"image": InternVLPreprocess(processor, side), "video": video})
 
 
 def onevision_preprocess(where: str, processor: Any, encoder: Any, config: Mapping[str, Any]) -> Preprocess:

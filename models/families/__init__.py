@@ -2,7 +2,7 @@
 
 from models.families.base import ModelFamily
 from models.families.gemma3 import gemma3_sections, gemma3_written
-from models.families.internvl import internvl_sections, internvl_written
+from models.families.internvl import internvl_sections, internvl_spelled, internvl_written
 from models.families.llava import llava_sections
 from models.families.llava_onevision import onevision_sections, onevision_towers
 from models.families.voxtral import voxtral_sections
@@ -18,6 +18,7 @@ FAMILIES: dict[str, ModelFamily] = {
         "InternVLForConditionalGeneration",
         internvl_sections,
         written=internvl_written,
+        spelled=internvl_spelled,
     ),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
     "gemma3": ModelFamily(

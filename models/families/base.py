@@ -15,7 +15,7 @@ def no_sections(config: PreTrainedConfig) -> dict[str, Section]:
     return {}
 
 
-def as_written(config: PreTrainedConfig, tokenizer: Any) -> dict[str, str]:
+def as_written(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
     return {}
 
 
@@ -29,8 +29,10 @@ class ModelFamily:
     tower's own config, to which it is joined. grid_positions: tokens of images have positions in time, height
     and width (mrope). blocks: consecutive feature rows attend to each other in both directions. written:
     (config, tokenizer) -> what the chat template writes for a medium -> what HF's processor makes of it, with
-    one placeholder; nothing where the template writes the placeholder itself. unused: prefix of a tensor's
-    name in the class, or in the checkpoint where the class has no such tensor -> why nothing is made of it.
+    one placeholder; nothing where the template writes the placeholder itself. spelled: (config, tokenizer) ->
+    modality -> (`data.planned.Planned`) -> text for the placeholder of a medium whose feature rows come in
+    several equal runs, with a placeholder for each. unused: prefix of a tensor's name in the class, or in the
+    checkpoint where the class has no such tensor -> why nothing is made of it.
     """
 
     model_class: str
@@ -39,4 +41,5 @@ class ModelFamily:
     grid_positions: bool = False
     blocks: bool = False
     written: Callable[[PreTrainedConfig, Any], dict[str, str]] = as_written
+    spelled: Callable[[PreTrainedConfig, Any], dict[str, Callable[[Any], str]]] = as_written
     unused: Mapping[str, str] = field(default_factory=dict)

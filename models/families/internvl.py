@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -49,12 +50,29 @@ def internvl_sections(config: PreTrainedConfig) -> dict[str, Section]:
 
 def internvl_written(config: PreTrainedConfig, tokenizer: Any) -> dict[str, str]:
     """The template writes the placeholder of an image, the processor (``InternVLProcessor``) what surrounds
-    it."""
+    it. For a video the template writes a token of its own."""
+    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+    written = {token: _surrounded(token, tokenizer)}
+    if isinstance(getattr(tokenizer, "video_token", None), str):
+        written[tokenizer.video_token] = token
+    return written
+
+
+def internvl_spelled(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Callable[[Any], str]]:
+    """A video is its frames as images, each with its number."""
+    frame = _surrounded(tokenizer.convert_ids_to_tokens(config.image_token_id), tokenizer)
+
+    def video(planned: Any) -> str:
+        return "\n".join(f"Frame{number + 1}: {frame}" for number in range(planned.shape[0]))
+
+    return {"video": video}
+
+
+def _surrounded(token: str, tokenizer: Any) -> str:
     names = ("start_image_token", "end_image_token")
     if missing := [name for name in names if not isinstance(getattr(tokenizer, name, None), str)]:
         raise UserError(
             f"{WHERE}: the tokenizer has no {missing[0]}, which stands at an image; use the tokenizer of the "
             "same checkpoint (tokenizer_config.json)"
         )
-    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
-    return {token: token.join(getattr(tokenizer, name) for name in names)}
+    return token.join(getattr(tokenizer, name) for name in names)

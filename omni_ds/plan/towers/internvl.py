@@ -86,6 +86,7 @@ class InternVLMeta(TiledMeta):
             image=image,
             channels=config["num_channels"],
             prefix=1,
+            video=True,
             most_tiles=_EXAMPLE_TILES,
             final_norm=layers == whole and not config["use_mean_pooling"],
         )
