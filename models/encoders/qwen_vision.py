@@ -21,7 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME, omni_attention
 from models.encoders.base import Encoder, ItemSlice
+from models.fused import fuse_decoder, rotated
 from models.masks import Packing
+from models.transfer import on_device
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
 
 
@@ -87,6 +89,7 @@ class QwenVisionEncoder(Encoder):
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
         for block in tower.blocks:
             block.attn.forward = partial(_attend, block.attn)
+            fuse_decoder(block)
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         meta, device = self.meta, values[0].device
@@ -99,7 +102,8 @@ class QwenVisionEncoder(Encoder):
         lengths = [len(order.order) for order in orders]
         patches = torch.cat([patches_of(v, meta.patch, meta.factor, meta.temporal) for v in values])
         order, places = (
-            _joined(each).to(device) for each in zip(*((o.order, o.places) for o in orders), strict=True)
+            on_device(_joined(each), device)
+            for each in zip(*((o.order, o.places) for o in orders), strict=True)
         )
         hidden = self._run_blocks(
             patches.index_select(0, order),
@@ -111,18 +115,22 @@ class QwenVisionEncoder(Encoder):
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         meta, device = self.meta, value.device
-        grid = value.shape[1] // meta.patch, value.shape[2] // meta.patch
-        whole = image_order(*grid, meta.factor, meta.window_side)
+        height, width = part.shape or value.shape[1:]
+        whole = image_order(height // meta.patch, width // meta.patch, meta.factor, meta.window_side)
         here = slice(part.bounds[part.index], part.bounds[part.index + 1])
+        # Slices are whole bands of windows: what stands here are the tokens from here.start on, and cropped
+        # pixels begin with them.
         order, ulysses = whole.order[here], part.ulysses
+        if part.shape is not None:
+            order = order - here.start
         patches = patches_of(value, meta.patch, meta.factor, meta.temporal)
         hidden = self._run_blocks(
-            patches.index_select(0, order.to(device)),
+            patches.index_select(0, on_device(order, device)),
             whole.at[here],
             replace(Packing.of([len(whole.order)], device), ulysses=ulysses),
             replace(Packing.of(whole.windows, device), ulysses=ulysses),
         )
-        return hidden.index_select(0, order.argsort().to(device)), (1, len(order))
+        return hidden.index_select(0, on_device(order.argsort(), device)), (1, len(order))
 
     def _run_blocks(self, patches: Tensor, at: Tensor, whole: Packing, windows: Packing) -> Tensor:
         """Patches in the order of places, with their rows and columns -> tower tokens [T, C]."""
@@ -141,10 +149,11 @@ class QwenVisionEncoder(Encoder):
         return self.projector(features)
 
     def _rotary(self, at: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, 1, head size] in fp32: the first half of the angles turns with the row, the other with
+        """cos, sin [T, head size] in fp32: the first half of the angles turns with the row, the other with
         the column."""
-        angles = (at.to(device).unsqueeze(2).float() * self.frequencies.to(device)).flatten(1)
-        angles = torch.cat([angles, angles], dim=1).unsqueeze(1)
+        frequencies = on_device(self.frequencies, device)
+        angles = (on_device(at, device).unsqueeze(2).float() * frequencies).flatten(1)
+        angles = torch.cat([angles, angles], dim=1)
         return angles.cos(), angles.sin()
 
 
@@ -182,13 +191,7 @@ def _attend(
     ``cu_seqlens``."""
     projected = attention.qkv(hidden_states).unflatten(1, (3, attention.num_heads, -1))
     query, key, value = projected.unbind(1)  # [T, heads, head size]
-    query, key = (_rotated(x, *position_embeddings) for x in (query, key))
+    query, key = rotated(query, key, *position_embeddings)
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
     out, _ = omni_attention(attention, *heads, cu_seqlens)
     return attention.proj(out.squeeze(0).flatten(1))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned in fp32, by halves."""
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

@@ -71,3 +71,8 @@ def _llm_memory(config: Config) -> Iterator[str]:
                     f"activation_checkpointing.{option} is not supported yet: activations are recomputed, "
                     f"not moved; use pipeline.activation_checkpoint_interval, and remove it"
                 )
+        if checkpointing.number_checkpoints is not None:
+            yield (
+                "activation_checkpointing.number_checkpoints is not supported yet: each layer is recomputed; "
+                "use pipeline.activation_checkpoint_interval for layers recomputed at once, and remove it"
+            )
