@@ -4,7 +4,6 @@ object.
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 
 from data.chat import ChatRenderer, Rendered
 from data.errors import RowError
-from data.labels import Ranges, check_decodes, gaps, shift_labels, target_ranges, target_tokens
+from data.labels import Ranges, check_decodes, shift_labels, target_ranges, target_tokens
 from data.media import MediaRef
+from data.media_words import media_order, put_words
 from data.placeholders import Placeholder
 from data.planned import Planned
 from data.positions import Positions, sequence_positions
-from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
+from data.rows import Sample
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,9 @@ class TextProcessor:
             rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
-        words = self._words(sample, planned)
-        text, targets, literal = self._place(text, targets, literal, words)
+        order = media_order(text, len(sample.media))
+        words = [self._word(sample, planned, ordinal) for ordinal in order]
+        text, targets, literal = put_words(text, targets, literal, words)
         ids, offsets = self._encode(text, literal)
         runs = target_tokens(text, offsets, targets)
         if verify:
@@ -143,7 +144,7 @@ class TextProcessor:
             mask[run] = True
         if sample.messages is None:
             ids, mask = self._delimit(ids, mask)
-        runs_of = self._runs(sample, planned, words)
+        runs_of = self._runs(sample, planned, order, words)
         slots = self._slots(ids, sample, runs_of)
         mask[list(slots)] = False
         if not mask[1:].any():
@@ -212,51 +213,21 @@ class TextProcessor:
         text = rendered.text[: last.stop] + eos
         return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
-    def _words(self, sample: Sample, planned: Sequence[Planned]) -> list[str]:
-        """The text that stands for each medium: its placeholder token, once for each run of its rows."""
-        words = []
-        for ordinal, ref in enumerate(sample.media):
-            spell = self.spelled.get(ref.modality)
-            words.append(spell(planned[ordinal]) if spell else self._by_modality[ref.modality].token)
-        return words
+    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> str:
+        """The text that stands for a medium: its placeholder token, once for each run of its rows."""
+        modality = sample.media[ordinal].modality
+        spell = self.spelled.get(modality)
+        return spell(planned[ordinal]) if spell else self._by_modality[modality].token
 
     def _runs(
-        self, sample: Sample, planned: Sequence[Planned], words: Sequence[str]
+        self, sample: Sample, planned: Sequence[Planned], order: Sequence[int], words: Sequence[str]
     ) -> tuple[tuple[int, int | None], ...]:
         """As in `Tokenised`: the runs of a medium are equally long."""
         runs: list[tuple[int, int | None]] = []
-        for ordinal, (ref, word) in enumerate(zip(sample.media, words, strict=True)):
-            count = word.count(self._by_modality[ref.modality].token)
+        for ordinal, word in zip(order, words, strict=True):
+            count = word.count(self._by_modality[sample.media[ordinal].modality].token)
             runs += [(ordinal, None if count == 1 else planned[ordinal].rows // count)] * count
         return tuple(runs)
-
-    def _place(
-        self, text: str, targets: Ranges, literal: Ranges, words: Sequence[str]
-    ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's text for its private character; ranges follow, literal ones leave it out."""
-        found = list(MEDIA_CHARACTER.finditer(text))
-        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(words))):
-            raise RowError(
-                "chat template drops or moves media",
-                f"{len(words)} media in the row, {len(found)} rendered",
-            )
-        positions = [match.start() for match in found]
-        growth = [0]
-        for word in words:
-            growth.append(growth[-1] + len(word) - 1)
-
-        def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
-            return [
-                (a + growth[bisect_left(positions, a)], b + growth[bisect_left(positions, b)])
-                for a, b in ranges
-            ]
-
-        holes = [(p, p + 1) for p in positions]
-        literal = [
-            gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
-        ]
-        queue = iter(words)
-        return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary

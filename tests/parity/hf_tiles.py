@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from parity.hf_videos import FPS, MIN_FRAMES, read_video
 from PIL import Image
 from torch import Tensor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.video_utils import VideoMetadata
-
-from parity.hf_videos import FPS, MIN_FRAMES, read_video
 
 PROCESSORS = {"llava_onevision": LlavaOnevisionProcessor, "internvl": InternVLProcessor}
 """By the ``model_type`` of a checkpoint."""
