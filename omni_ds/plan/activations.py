@@ -104,6 +104,9 @@ def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: 
     """What decoder layer `index` keeps of a token on a tensor rank."""
     share = LayerShare.of(llm, tensor)
     total = 2 * norm_bytes(llm.hidden, element)
+    total += (
+        (llm.norms - 2) * 8 * llm.hidden
+    )  # behind a block: fp32 input and normalised input; a sum keeps none
     if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
         total += (share.query + share.key) * (8 if element == 4 else 4 + element)
     # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor
@@ -179,5 +182,5 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
         if plan.options.encoder_recompute and tower:
             whole = tokens * element * (meta.layers + 2) * meta.hidden
             running = max(running, -(-tokens * tower // (meta.layers * sharers)))
-        kept += -(-live * (whole + rows * row) // sharers)
+        kept += -(-live * (whole + meta.projected_rows(tokens, rows) * row) // sharers)
     return kept, running
