@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoConfig, Gemma3Config, VoxtralConfig
+from transformers import AutoConfig, AutoTokenizer, Gemma3Config, VoxtralConfig
 
 from data.model_text import ModelTextProcessor
 from data.pack import pack_samples
@@ -187,6 +187,12 @@ def test_a_projector_of_a_checkpoint_cannot_be_composed() -> None:
     raw["omni"]["encoders"]["vision"] = {"path": "m", "modality": "image", "projector": {"type": "gemma3"}}
     with pytest.raises(UserError, match='projector.type: "gemma3" needs such an omni.model'):
         validate(raw)
+
+
+def test_a_tokenizer_of_mistral_common_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *arguments, **keywords: object())
+    with pytest.raises(UserError, match="the tokenizer of m is a slow one.*convert it to tokenizer.json"):
+        load_tokenizer(LLMConfig(path="m"))
 
 
 def test_the_tokenizer_of_mistral_is_read_from_its_own_file(tmp_path: Path) -> None:
