@@ -116,7 +116,7 @@ def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     content["image_processor"]["size"] = {"height": 64, "width": 64}
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="images of 64 x 64 pixels, the tower takes 32 x 32"):
+    with pytest.raises(UserError, match="images of 64 x 64 pixels, the tower takes 32 x 32; use"):
         opened(model, tmp_path / "rows", [row("<image>?", images=["1-0.png"])], on_error="raise")
 
 
