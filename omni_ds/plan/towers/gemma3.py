@@ -43,6 +43,9 @@ class Gemma3VisionMeta(EncoderMeta):
             **asdict(geometry),
         )
 
+    def example_shape(self, scale: float) -> tuple[int, ...]:
+        return self.image, self.image
+
     @property
     def projector_in(self) -> int:
         return self.hidden
