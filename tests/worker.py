@@ -12,8 +12,9 @@ def train_and_collect(
     """Train and return what parity tests compare.
 
     Returns:
-        ``losses``, ``norms``: by step; ``slices``: of items that gangs encoded, in all steps; ``initial``, ``final``: whole fp32 weights by global name: the
-        encoders' and, on the first of the ranks that share a stage's parameters, that stage's.
+        ``losses``, ``norms``: by step; ``slices``: of items that gangs encoded; ``initial``, ``final``: whole
+        fp32 weights by global name: the encoders' and, on the first of the ranks that share a stage's
+        parameters, that stage's.
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config

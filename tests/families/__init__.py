@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from families import llava, qwen_audio, qwen_vl
-from tiny import merged
+from tiny import merged, run_config
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,11 @@ def tower_of(family: str) -> str:
 
 
 def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", **omni: Any) -> dict[str, Any]:
-    """A configuration that trains a checkpoint: clipping active, three learning rates."""
-    raw: dict[str, Any] = {
-        "train_batch_size": 8,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
-        "zero_optimization": {"stage": 1},
-        "pipeline": {"stages": 1},
-        "omni": {
-            "model": {"path": str(model)},
-            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
-            "data": {
-                "train": [{"path": str(rows)}],
-                "max_length": 512,
-                "max_tokens_per_micro_batch": 512,
-                "num_workers": 0,
-                "cache_dir": str(output / "cache"),
-            },
-            "train": {"max_steps": 3, "seed": 7},
-            "output_dir": str(output),
-        },
+    """A configuration that trains a checkpoint, with three learning rates."""
+    raw = run_config(output, batch=8, max_length=512, train=[{"path": str(rows)}])
+    raw["omni"] |= {
+        "model": {"path": str(model)},
+        "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw
