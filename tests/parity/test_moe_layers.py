@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.documents import Documents
 from models.init import assign
-from models.moe import Documents, RouterPenalty, build_moe, configure_experts, expert_load, router_losses
+from models.moe import RouterPenalty, build_moe, configure_experts, expert_load, router_losses
 from models.packed import PackedBatch
 from omni_ds.parallel.layer_groups import LayerGroups
 from tests.parity.moe_support import (
@@ -120,7 +121,7 @@ def _shards(name: str, favoured: tuple[int, ...]) -> list[list[int]]:
     shard = x[rows].clone().requires_grad_()
     with moe.logits(ours) as logits:
         out = ours(shard[None])[0]
-    auxiliary, counts = moe.observe(logits[0], batch)
+    auxiliary, counts = moe.observe(logits[0], Documents.of(batch, groups.sequence))
     assert_close(out, expected[rows], "output")
     value = auxiliary.detach().clone()
     dist.all_reduce(value)
