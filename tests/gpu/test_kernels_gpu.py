@@ -33,7 +33,8 @@ def test_gated_mlp(inner: int, dtype: torch.dtype, bound: float) -> None:
     mlp, x = MLP(64, inner, True), torch.randn(300, 64)
     results = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
-        module, value = copy.deepcopy(mlp).to(device, kind), x.to(device, kind).requires_grad_()
+        module = copy.deepcopy(mlp).to(device, kind)
+        value = x.detach().clone().to(device, kind).requires_grad_()
         out = module(value) if device == "cpu" else gated_mlp(module, value)
         out.float().sin().sum().backward()
         results.append([out.detach(), value.grad, *(p.grad for p in module.parameters())])
