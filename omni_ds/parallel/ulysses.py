@@ -112,16 +112,24 @@ class HeadExchange:
 
     def unpack_shard(self, buffer: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Flat messages -> [T_s, heads, D] of each tensor; a head that several ranks send is their sum."""
-        tensors = tuple(
-            buffer.new_zeros((self.tokens, heads, size))
-            for heads, size in zip(self.heads, sizes, strict=True)
+        messages = [
+            self._columns(message, rank, self.tokens, sizes)
+            for rank, message in enumerate(buffer.split(self.shard_splits(sizes)))
+        ]
+        return tuple(
+            self._joined(number, pieces) for number, pieces in enumerate(zip(*messages, strict=True))
         )
-        for rank, message in enumerate(buffer.split(self.shard_splits(sizes))):
-            for (first, end), tensor, piece in zip(
-                self.cuts[rank], tensors, self._columns(message, rank, self.tokens, sizes), strict=True
-            ):
-                tensor[:, first:end] += piece
-        return tensors
+
+    def _joined(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
+        """[T_s, heads, D] of a tensor from what each rank has of it."""
+        cuts, heads = [cuts[number] for cuts in self.cuts], self.heads[number]
+        bounds = [0, *(end for first, end in cuts if first < end)]
+        if [first for first, end in cuts if first < end] == bounds[:-1] and bounds[-1] == heads:
+            return torch.cat(tuple(pieces), dim=1)
+        whole = pieces[0].new_zeros((self.tokens, heads, pieces[0].shape[2]))
+        for (first, end), piece in zip(cuts, pieces, strict=True):
+            whole[:, first:end] += piece
+        return whole
 
     def pack_whole(self, tensors: Sequence[Tensor]) -> Tensor:
         """[T, this rank's heads, D] of each tensor -> flat messages, in the order of ranks."""
