@@ -14,7 +14,7 @@ from omni_ds.plan import retime
 from omni_ds.plan import step as planning
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.build import build_step
-from omni_ds.plan.gangs import largest_gang, stage_blocks
+from omni_ds.plan.gangs import guests_of, largest_gang, stage_blocks
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import Item, SampleMeta
 from omni_ds.plan.times import TimeModel, llm_key
@@ -79,6 +79,23 @@ def test_a_giant_is_sliced_and_the_plan_is_valid(mesh, forward_only):
     slices = [p for r in step.replicas for w in r.windows for s in w.shares for p in s.slices]
     assert slices and len(slices) % slices[0].item.gang == 0
     assert sorted(p.item.slice for p in slices if p.item.row == 0) == list(range(slices[0].item.gang))
+
+
+@pytest.mark.parametrize(("mesh", "group"), [((1, 3), None), ((2, 3), None), ((1, 5), None), ((1, 6), 3)])
+def test_replicas_that_are_in_no_block_have_guests(mesh, group):
+    """An odd number of replicas leaves the last one over."""
+    plan, sliced = plan_of(*mesh, max_tokens_per_micro_batch=8192, long_short=8, group_size=group), 0
+    for seed in range(3):
+        step = build_step(plan, 0, with_giant(plan, seed=seed))
+        validate_step(plan, step)
+        for data, replica in enumerate(step.replicas):
+            guests = {rank for window in replica.guests for rank, _ in window}
+            assert guests <= set(guests_of(plan.mesh, plan.largest_gang, plan.reorder_replicas, data))
+        last = step.replicas[plan.reorder_replicas - 1]
+        with_slices = [share for window in last.windows for share in window.shares if share.slices]
+        assert not {share.rank for share in with_slices} & set(last.ranks)
+        sliced += len(with_slices)
+    assert sliced
 
 
 def test_the_giant_no_longer_sets_the_pace():
