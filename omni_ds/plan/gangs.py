@@ -3,8 +3,8 @@ schedule.
 
 A gang of g ranks encodes an item of g slices together: an aligned block of g neighbours among the ranks of a
 stage, ordered data, sequence, tensor as the mesh orders them, inside one reorder group, with a rank of the
-item's replica among them where there is such a block. It may reach over replicas: then a rank encodes a slice
-for another one, as its guest.
+item's replica among them. It may reach over replicas: then a rank encodes a slice for another one, as its
+guest.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def stage_blocks(mesh: Mesh, size: int, replicas: int) -> tuple[tuple[tuple[int,
     return tuple(result)
 
 
-def blocks_for(mesh: Mesh, size: int, replicas: int, data: int) -> tuple[tuple[int, ...], ...]:
-    """Blocks that may encode for replica `data`: those with a rank of its own; all of its reorder group where
-    none has one, because the group's ranks do not divide into blocks."""
-    own, blocks = set(mesh.encoder_groups()[data]), stage_blocks(mesh, size, replicas)[data // replicas]
-    return tuple(block for block in blocks if own & set(block)) or blocks
-
-
 def guests_of(mesh: Mesh, largest: int, replicas: int, data: int) -> tuple[int, ...]:
     """Ranks of other replicas that may encode slices for replica `data`, in gangs of up to `largest`."""
-    found, size = set(), 2
+    own, found, size = set(mesh.encoder_groups()[data]), set(), 2
     while size <= largest:
         found.update(*blocks_for(mesh, size, replicas, data))
         size *= 2
-    return tuple(sorted(found - set(mesh.encoder_groups()[data])))
+    return tuple(sorted(found - own))
+
+
+def blocks_for(mesh: Mesh, size: int, replicas: int, data: int) -> tuple[tuple[int, ...], ...]:
+    """Blocks that may encode slices for replica `data`: those it has ranks in; where the replicas of a
+    reorder group do not divide into blocks and it is left over, all of the group."""
+    own, blocks = set(mesh.encoder_groups()[data]), stage_blocks(mesh, size, replicas)[data // replicas]
+    return tuple(block for block in blocks if own & set(block)) or blocks
 
 
 def largest_gang(mesh: Mesh, replicas: int, most: int) -> int:

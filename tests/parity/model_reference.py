@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_tiles import PROCESSORS, tiled_inputs
+from parity.hf_videos import hf_video
 from torch import Tensor
 
 
@@ -35,46 +38,72 @@ class HFSamples:
         self.folder = rows.parent
         self.config = AutoConfig.from_pretrained(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.modality = "audio" if hasattr(self.config, "audio_config") else "image"
-        if self.modality == "audio":
+        if hasattr(self.config, "audio_config"):
             self.processor = AutoFeatureExtractor.from_pretrained(model)
         else:
             self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
-        keys = (f"{self.modality}_token_id", f"{self.modality}_token_index")
-        self.token_id = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
-        self.token = self.tokenizer.convert_ids_to_tokens(self.token_id)
+        self.tokens = {}  # medium -> its placeholder
+        for modality in ("image", "video", "audio"):
+            keys = (f"{modality}_token_id", f"{modality}_token_index")
+            found = [getattr(self.config, key) for key in keys if hasattr(self.config, key)]
+            if found:
+                self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tag = self.rows[number], f"<{self.modality}>"
+        row, tags = self.rows[number], "<image>|<video>|<audio>"
         messages = []
         for message in row["messages"]:
-            pieces = re.split(f"({tag})", message["content"])
+            pieces = re.split(f"({tags})", message["content"])
             parts = [
-                {"type": self.modality} if piece == tag else {"type": "text", "text": piece}
+                {"type": piece[1:-1]} if re.fullmatch(tags, piece) else {"type": "text", "text": piece}
                 for piece in pieces
                 if piece
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
-        media = self._media(names) if names else {}
-        counts = iter(self._counts(media))
-        text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
+        if self.config.model_type == "gemma3":
+            return self._processed(text, [self.folder / name for name in row.get("images", ())])
+        if self.config.model_type in PROCESSORS:
+            return tiled_inputs(self, text, row)
+        media: dict[str, Tensor] = {}
+        for modality, token in self.tokens.items():
+            if given := row.get(f"{modality}s"):
+                made = getattr(self, f"_{modality}")(given)
+                counts = iter(self._counts(modality, made))
+                text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
+                media |= made
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        found = dict(media)
-        if "image_grid_thw" in found:
-            found["mm_token_type_ids"] = (ids == self.token_id).int()
-        return {"input_ids": ids, **found}
+        if "image_grid_thw" in media or "video_grid_thw" in media:
+            types = torch.zeros_like(ids, dtype=torch.int)
+            for number, modality in enumerate(("image", "video"), 1):
+                token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
+                types = types.masked_fill(ids == token, number)
+            media["mm_token_type_ids"] = types
+        return {"input_ids": ids, **media}
 
-    def _media(self, names: list[Path]) -> dict[str, Tensor]:
-        import soundfile
+    def _image(self, names: list[str]) -> dict[str, Tensor]:
         from PIL import Image
 
-        if self.modality == "image":
-            pictures = [Image.open(name).convert("RGB") for name in names]
-            return dict(self.processor(pictures, return_tensors="pt"))
-        sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+        pictures = [Image.open(self.folder / name).convert("RGB") for name in names]
+        return dict(self.processor(pictures, return_tensors="pt"))
+
+    def _video(self, given: list[Any]) -> dict[str, Tensor]:
+        made = [hf_video(value, self.folder, self.processor) for value in given]
+        found = {
+            "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
+            "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
+        }
+        if self.config.model_type == "qwen2_5_vl":
+            found["second_per_grid_ts"] = torch.tensor([seconds for _, _, seconds in made])
+        return found
+
+    def _audio(self, names: list[str]) -> dict[str, Tensor]:
+        import soundfile
+
+        sounds = [soundfile.read(self.folder / name, dtype="float32")[0] for name in names]
+        if self.config.model_type == "voxtral":
+            return self._windows(sounds)
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
@@ -82,6 +111,37 @@ class HFSamples:
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _processed(self, text: str, names: list[Path]) -> dict[str, Tensor]:
+        """What Gemma3's processor makes of a rendered text and its images, token types included."""
+        from PIL import Image
+        from transformers import Gemma3Processor
+
+        processor = Gemma3Processor(
+            self.processor, self.tokenizer, image_seq_length=self.config.mm_tokens_per_image
+        )
+        pictures = [Image.open(name).convert("RGB") for name in names] or None
+        made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert bool(made["token_type_ids"].any()) == bool(names)
+        return dict(made)
+
+    def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
+        """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""
+        from transformers import VoxtralProcessor
+
+        sizes = {
+            "pad_to_multiple_of": self.processor.n_samples,
+            "max_source_positions": self.processor.nb_max_frames,
+        }
+        processor = SimpleNamespace(feature_extractor=self.processor)
+        each = [
+            VoxtralProcessor._retrieve_input_features(
+                processor, [sound], **VoxtralProcessor.audio_kwargs | sizes
+            )
+            for sound in sounds
+        ]
+        self.windows = [len(clip) for clip in each]
+        return {"input_features": torch.cat(each)}
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -93,14 +153,16 @@ class HFSamples:
             inside = token == starts or (inside and token != end)
         return labels
 
-    def _counts(self, media: dict[str, Tensor]) -> list[int]:
-        if not media:
-            return []
-        if self.modality == "audio":
+    def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
+        if self.config.model_type == "voxtral":
+            audio = self.config.audio_config
+            rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+            return [rows * windows for windows in self.windows]
+        if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
-        if "image_grid_thw" in media:
+        if f"{modality}_grid_thw" in media:
             merge = self.processor.merge_size**2
-            return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
+            return [int(grid.prod()) // merge for grid in media[f"{modality}_grid_thw"]]
         vision = self.config.vision_config
         whole = (vision.image_size // vision.patch_size) ** 2
         kept = self.config.vision_feature_select_strategy == "full" and vision.model_type.startswith("clip")
@@ -109,7 +171,7 @@ class HFSamples:
 
 def part_of(name: str) -> str:
     """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or ".merger." in name:
+    if "projector" in name or ".merger." in name or "image_newline" in name:
         return "projector"
     return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
 

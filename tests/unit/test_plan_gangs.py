@@ -14,7 +14,7 @@ from omni_ds.plan import retime
 from omni_ds.plan import step as planning
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.build import build_step
-from omni_ds.plan.gangs import guests_of, largest_gang, stage_blocks
+from omni_ds.plan.gangs import blocks_for, guests_of, largest_gang, stage_blocks
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import Item, SampleMeta
 from omni_ds.plan.times import TimeModel, llm_key
@@ -79,23 +79,6 @@ def test_a_giant_is_sliced_and_the_plan_is_valid(mesh, forward_only):
     slices = [p for r in step.replicas for w in r.windows for s in w.shares for p in s.slices]
     assert slices and len(slices) % slices[0].item.gang == 0
     assert sorted(p.item.slice for p in slices if p.item.row == 0) == list(range(slices[0].item.gang))
-
-
-@pytest.mark.parametrize(("mesh", "group"), [((1, 3), None), ((2, 3), None), ((1, 5), None), ((1, 6), 3)])
-def test_replicas_that_are_in_no_block_have_guests(mesh, group):
-    """An odd number of replicas leaves the last one over."""
-    plan, sliced = plan_of(*mesh, max_tokens_per_micro_batch=8192, long_short=8, group_size=group), 0
-    for seed in range(3):
-        step = build_step(plan, 0, with_giant(plan, seed=seed))
-        validate_step(plan, step)
-        for data, replica in enumerate(step.replicas):
-            guests = {rank for window in replica.guests for rank, _ in window}
-            assert guests <= set(guests_of(plan.mesh, plan.largest_gang, plan.reorder_replicas, data))
-        last = step.replicas[plan.reorder_replicas - 1]
-        with_slices = [share for window in last.windows for share in window.shares if share.slices]
-        assert not {share.rank for share in with_slices} & set(last.ranks)
-        sliced += len(with_slices)
-    assert sliced
 
 
 def test_the_giant_no_longer_sets_the_pace():
@@ -174,3 +157,10 @@ def test_off_where_it_cannot_be():
     assert plan_of(2, 4, max_sp=2).largest_gang == 2
     plan = plan_of(2, 2, group_size=1)
     assert plan.largest_gang == 1
+
+
+def test_a_replica_that_is_left_over_is_served_by_its_reorder_group() -> None:
+    """Three ranks, gangs of two: the third has no neighbour to share an image with."""
+    mesh = Mesh(pipe=1, data=3)
+    assert blocks_for(mesh, 2, 3, 0) == blocks_for(mesh, 2, 3, 2) == ((0, 1),)
+    assert guests_of(mesh, 2, 3, 2) == (0, 1)
