@@ -217,7 +217,7 @@ class Ulysses:
         return len(self.bounds) - 1
 
     def to_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_of_head: tuple[int, ...] | None = None
+        self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
         """All tokens of this rank's heads.
 
@@ -226,14 +226,14 @@ class Ulysses:
         the collectives of backward.
 
         Args:
-            query: [T_s, A, D]; key: [T_s, K, D]; value: [T_s, K, D_v].
-            kv_of_head: the key-value head of each query head, ascending; None: A / K share one.
+            query: [T_s, A, D]; key: [T_s, K, D]; value: [T_s, K, D_v]; A / K heads share one.
 
         Returns:
-            query [T, A_r, D], key [T, K_r, D], value [T, K_r, D_v], kv_of_head of the A_r heads.
+            query [T, A_r, D], key [T, K_r, D], value [T, K_r, D_v], and which of the K_r heads each of the
+            A_r heads reads: a rank's share of the heads need not be even groups.
         """
         rank = dist.get_rank(self.group)
-        plan = head_plan(kv_of_head or grouped_heads(query.shape[1], key.shape[1]), self.ranks)
+        plan = head_plan(grouped_heads(query.shape[1], key.shape[1]), self.ranks)
         cuts = tuple((q, k, k) for q, k in zip(plan.queries, plan.keys, strict=True))
         exchange = HeadExchange(self.bounds, rank, tuple(x.shape[1] for x in (query, key, value)), cuts)
         assert query.shape[0] == exchange.tokens, (
