@@ -60,7 +60,12 @@ TINY = {
 
 QWEN = Path(__file__).resolve().parent.parent / "ds_configs" / "models" / "Qwen2.5-VL-3B-Instruct"
 TINY_QWEN = {
+    "image_token_id": 1,
+    "video_token_id": 2,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
     "text_config": {
+        "vocab_size": 512,
         "hidden_size": 256,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -124,7 +129,7 @@ def run_configuration(parts: dict, longest: int, budget: int, options: argparse.
 
 
 def qwen_folder(options: argparse.Namespace) -> Path:
-    return Path(tempfile.gettempdir()) / f"single-gpu-qwen-{'tiny' if options.tiny else '3b'}"
+    return Path(tempfile.gettempdir()) / f"single-gpu-qwen-{'small' if options.tiny else '3b'}"
 
 
 def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
@@ -134,8 +139,8 @@ def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
     folder = qwen_folder(options)
     if not (folder / "config.json").is_file():
         values = json.loads((QWEN / "config.json").read_text())
-        for section, changes in TINY_QWEN.items() if options.tiny else ():
-            values[section] |= changes
+        for key, change in TINY_QWEN.items() if options.tiny else ():
+            values[key] = values[key] | change if isinstance(change, dict) else change
         config = AutoConfig.for_model(**values)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             drawn = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
@@ -144,8 +149,8 @@ def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
     return run_configuration({"model": {"path": str(folder)}}, longest, budget, options)
 
 
-def draw_samples(plan, seed: int = 0, qwen: bool = False):
-    """SampleMeta of one global batch."""
+def draw_samples(plan, seed: int = 0, qwen: bool = False, tiny: bool = False):
+    """SampleMeta of one global batch. tiny: with images of Qwen's that a CPU can encode."""
     from omni_ds.plan.sample import Item, SampleMeta
 
     rng, metas = random.Random(seed), {meta.modality: meta for meta in plan.encoders}
@@ -156,6 +161,8 @@ def draw_samples(plan, seed: int = 0, qwen: bool = False):
         if kind < 0.7 and "image" in metas:
             meta, side = metas["image"], metas["image"].patch * metas["image"].factor
             least, most, middle = (64, 4096, 6.3) if qwen else (9, 1024, 4.9)
+            if qwen and tiny:
+                least, most, middle = 4, 64, 3.0
             blocks = min(most, max(least, rng.lognormvariate(middle, 0.9)))
             high = max(1, round(math.sqrt(blocks) * rng.uniform(0.7, 1.4)))
             shape = (high * side, max(1, int(blocks / high)) * side)
@@ -201,7 +208,10 @@ def build(model: str, budget: int, options: argparse.Namespace):
     with drawn_on_device(device):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
     qwen = model == "qwen"
-    samples = longest_samples(plan) if options.longest else draw_samples(plan, qwen=qwen)
+    if options.longest:
+        samples = longest_samples(plan)
+    else:
+        samples = draw_samples(plan, qwen=qwen, tiny=options.tiny)
     kinds = 3 if qwen else 1
     step = step_input(plan, build_step(plan, 0, samples), samples, 0, device, position_kinds=kinds)
     return runtime, plan, samples, step

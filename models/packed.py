@@ -55,6 +55,13 @@ class PackedBatch:
     padding: int = 0
     lost: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
+    _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
+
+    def documents(self, sequence: ProcessGroup | None) -> Documents:
+        """Which sample each token here is of, found once. sequence: the ranks that hold the other shards."""
+        if self._documents is None:
+            self._documents = Documents.of(self, sequence)
+        return self._documents
 
     @property
     def tokens(self) -> int:
@@ -134,8 +141,8 @@ def shard(batch: PackedBatch, bounds: tuple[int, ...], index: int) -> PackedBatc
 class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
-    ``rotary`` (cos, sin), each [1, T, head size], packing and documents are made by the first layer that
-    needs them on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None
+    ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs
+    them on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None
     where all turn alike. ``auxiliary``: fp32 scalar, what the routers of this stage add to the loss, not
     divided by the tokens of the global batch; None without experts. ``router_counts``: [E] int64 for each MoE
     layer of this stage in training, choices of its experts.
@@ -147,7 +154,6 @@ class StageState:
     auxiliary: Tensor | None = None
     router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None
-    _documents: Documents | None = None
 
     def packing_for(self, sequence: ProcessGroup | None) -> Packing:
         """The segments to attend inside. sequence: the ranks that hold the shards; None: this rank has
@@ -158,12 +164,6 @@ class StageState:
             ulysses = None if sequence is None else Ulysses(sequence, batch.bounds)
             self._packing = Packing(batch.cu_seqlens, batch.segments, ulysses=ulysses)
         return self._packing
-
-    def documents_for(self, sequence: ProcessGroup | None) -> Documents:
-        """Which sample each token here is of. sequence: as in :meth:`packing_for`."""
-        if self._documents is None:
-            self._documents = Documents.of(self.batch, sequence)
-        return self._documents
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)

@@ -20,7 +20,7 @@ class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
     those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). seconds: of
-    the longest clip."""
+    the longest clip. long: how several ranks share a long medium, in ``slices`` or in ``parts``."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
@@ -28,6 +28,7 @@ class TinyFamily:
     layouts: tuple[str, ...] = ("pp2",)
     seconds: float = 1.0
     never: tuple[str, ...] = ()
+    long: str = "slices"
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -40,12 +41,16 @@ FAMILIES = {
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
-    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video"), never=("gangs",)),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=(), long="parts"),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
-    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
+    "voxtral": TinyFamily(
+        voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6, long="parts"
+    ),
 }
 
 
