@@ -33,7 +33,8 @@ class GridPositions:
             pieces.append(np.tile(np.arange(stop - token) + position, (3, 1)))
             position += stop - token
 
-        for item in sorted(meta.items, key=lambda item: item.spans[0]):
+        grids = [item for item in meta.items if item.encoder in self.sides]
+        for item in sorted(grids, key=lambda item: item.spans[0]):
             ((start, length),) = item.spans
             text(start)
             rows, columns = (pixels // self.sides[item.encoder] for pixels in item.shape)

@@ -21,6 +21,9 @@ from omni_ds.plan.encoder_geometry import read_geometry, tower_config
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
 from omni_ds.plan.towers.qwen_audio import REACH
 
+# Audio towers whose clips HF pads and masks -> frames behind the sound that they see.
+_PADDED = {"qwen2_audio_encoder": REACH, "qwen2_5_omni_audio_encoder": 0}
+
 
 class Preprocess(Protocol):
     """One encoder's preprocessing. processor: the HF object, for the export."""
@@ -142,8 +145,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
-        if hf_config.get("model_type") == "qwen2_audio_encoder":
-            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
+        if (model_type := hf_config.get("model_type")) in _PADDED:
+            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, _PADDED[model_type])
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
 

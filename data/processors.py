@@ -54,8 +54,9 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
         chat_template_kwargs=data.chat_template_kwargs,
         loss_on=data.loss_on,
     )
-    if grids:
-        text.positions = GridPositions({meta.name: meta.side for meta in grids})
+    sides = {meta.name: meta.side for meta in grids if meta.modality == "image"}
+    if sides:
+        text.positions = GridPositions(sides)
     return text
 
 

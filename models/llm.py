@@ -13,6 +13,7 @@ found, which nobody who reads a config wants to know.
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME
 from models.fused import fuse_decoder
@@ -105,10 +106,24 @@ def _decoder_classes(config: PreTrainedConfig) -> Family:
         small = copy.deepcopy(config)
         small.num_hidden_layers = 1
         with torch.device("meta"):
-            model = AutoModel.from_config(small)
+            known = type(config) in AutoModel._model_mapping
+            model = AutoModel.from_config(small) if known else _unlisted_decoder(config)(small)
         found = Family(None, type(model.layers[0]), type(model.norm), type(model.rotary_emb))
         _INSIDE[type(config)] = found
     return found
+
+
+def _unlisted_decoder(config: PreTrainedConfig) -> type[nn.Module]:
+    """The decoder's class where AutoModel has none: it is beside its config, and takes it."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    return next(
+        cls
+        for cls in vars(importlib.import_module(name)).values()
+        if isinstance(cls, type)
+        and issubclass(cls, PreTrainedModel)
+        and cls.config_class is type(config)
+        and cls.__name__.endswith("TextModel")
+    )
 
 
 def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -2,8 +2,9 @@
 tensors under our global names.
 
 Nothing here knows a family: parts are found in the module tree of the HF class on the meta device. The
-language model is what ``get_decoder`` returns; a module named ``...projector``, or a tower's ``merger``, is a
-projector; what else the base model holds are towers, named ``audio`` or ``vision``.
+language model is what ``get_decoder`` returns; a module named ``...projector``, or the last part of a tower
+(``merger``, ``proj``), is a projector; what else the base model holds are towers, named ``audio`` or
+``vision``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from omni_ds.errors import UserError
 
 WHERE = "omni.model.path"
 _MODALITY = {"vision": "image", "audio": "audio"}
+# A tower's module that projects -> the projector's place in the tower; proj1 and proj2 are not one module.
+_OWN_PROJECTOR = {"merger": ".merger", "proj": ".proj", "proj1": ""}
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")
 
 
@@ -51,7 +54,7 @@ class Multimodal:
     """A checkpoint's config and parts; weights are read when asked for.
 
     Attributes:
-        config: of the whole; llm_config: of its language model, with the truth about tied embeddings.
+        config: of the HF class; llm_config: of its language model, with the truth about tied embeddings.
         model: the HF class on the meta device; only its names and shapes are used.
         towers: by name.
     """
@@ -79,8 +82,9 @@ class Multimodal:
                 projectors[_kind(name)] = place
             else:
                 towers[_kind(name)] = place
-                if hasattr(module, "merger"):
-                    projectors[_kind(name)] = f"{place}.merger"
+                for part, inside in _OWN_PROJECTOR.items():
+                    if hasattr(module, part):
+                        projectors[_kind(name)] = place + inside
         found = {}
         for kind, module in towers.items():
             projector = projectors[kind] if kind in projectors else projectors[None]
@@ -200,7 +204,7 @@ def _read(path: str, trust_remote_code: bool, stamp: int) -> Multimodal:
             f'{WHERE}: model_type "{config.model_type}" is not supported; supported are '
             f"{', '.join(FAMILIES)}. Parts of other models go into omni.llm and omni.encoders"
         )
-    return Multimodal(path, family, config)
+    return Multimodal(path, family, getattr(config, family.inside, config) if family.inside else config)
 
 
 def _stamp(path: str) -> int:

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL on packed images.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni on packed images.
 
 Tokens of an image stand block by block, a block being the ``factor`` x ``factor`` patches of one feature row:
 HF's order, in which the merger joins neighbours. In Qwen2.5-VL the blocks are put in the order of their
@@ -142,7 +142,12 @@ class QwenVisionEncoder(Encoder):
 
 
 def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    if not has_windows(config.model_type):  # AutoModel does not know Qwen2-VL's
+    # AutoModel does not know all of them.
+    if config.model_type.startswith("qwen2_5_omni"):
+        from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
+
+        return Qwen2_5OmniVisionEncoder
+    if not has_windows(config.model_type):
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
         return Qwen2VisionTransformerPretrainedModel
@@ -173,8 +178,11 @@ def _attend(
 ) -> Tensor:
     """The ``forward`` of HF's vision attention on hidden states [T, C], with a Packing in the place of
     ``cu_seqlens``."""
-    projected = attention.qkv(hidden_states).unflatten(1, (3, attention.num_heads, -1))
-    query, key, value = projected.unbind(1)  # [T, heads, head size]
+    if hasattr(attention, "qkv"):
+        projected = attention.qkv(hidden_states).chunk(3, dim=1)
+    else:
+        projected = [project(hidden_states) for project in (attention.q, attention.k, attention.v)]
+    query, key, value = (x.unflatten(1, (attention.num_heads, -1)) for x in projected)  # [T, heads, size]
     query, key = (_rotated(x, *position_embeddings) for x in (query, key))
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
     out, _ = omni_attention(attention, *heads, cu_seqlens)

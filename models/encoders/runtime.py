@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder
 from models.encoders.naflex import NaflexEncoder
+from models.encoders.omni_audio import Qwen3OmniAudioEncoder, Qwen25OmniAudioEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
@@ -24,8 +25,12 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
     "qwen_audio": QwenAudioEncoder,
+    "omni_audio": Qwen25OmniAudioEncoder,
 }
-_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_TYPE: dict[str, type[Encoder]] = {
+    NAFLEX: NaflexEncoder,
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniAudioEncoder,
+}
 
 
 def build_encoder(

@@ -3,9 +3,20 @@
 from models.families.base import ModelFamily
 from models.families.llava import llava_sections
 
+_SPEECH = "it makes the speech of an answer, which is not trained"
+_QWEN2_5_OMNI = ModelFamily(
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    grid_positions=True,
+    inside="thinker_config",
+    unused={"talker.": _SPEECH, "token2wav.": _SPEECH},
+    files=("spk_dict.pt",),
+)
+
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
+    "qwen2_5_omni": _QWEN2_5_OMNI,
+    "qwen2_5_omni_thinker": _QWEN2_5_OMNI,
 }

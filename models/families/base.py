@@ -21,12 +21,15 @@ class ModelFamily:
 
     model_class: name of the HF class in transformers. sections: config of a checkpoint -> for a tower's name,
     the keys of ``omni.encoders.<name>`` that the checkpoint decides; UserError when it asks for what cannot
-    be built. grid_positions: tokens of images have positions in time, height and width (mrope). unused:
-    prefix of a tensor's name in the class, or in the checkpoint where the class has no such tensor -> why
-    nothing is made of it.
+    be built. grid_positions: tokens of images have positions in time, height and width (mrope). inside: key
+    of a larger model's config.json that holds the config of this one. unused: prefix of a tensor's name in
+    the class, or in the checkpoint where the class has no such tensor -> why nothing is made of it. files:
+    of a checkpoint, which look like weights, but are not: an export has them.
     """
 
     model_class: str
     sections: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
     grid_positions: bool = False
+    inside: str = ""
     unused: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()

@@ -145,6 +145,11 @@ class EncoderMeta:
         return self.factor // gcd(self.factor, self.positions)
 
     @property
+    def shortest_part(self) -> int:
+        """Mel frames below which the end of a recording cannot be a part of its own."""
+        return 1
+
+    @property
     def sliceable(self) -> bool:
         """Whether items can be cut inside a segment, for ranks that attend together."""
         return self.family == "vit"

@@ -17,10 +17,16 @@ from typing import Any
 from omni_ds.errors import UserError
 
 # Decoders of multimodal models, which are not models of their own: their name in config.json's text_config.
-INSIDE = ("qwen2_vl_text", "qwen2_5_vl_text")
+INSIDE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", *INSIDE)
 # transformers' Qwen2 has biases on q, k, v whatever the config says, its Mixtral has none
-_ATTENTION_BIAS = {"qwen2": True, "mixtral": False, "qwen2_vl_text": True, "qwen2_5_vl_text": True}
+_ATTENTION_BIAS = {
+    "qwen2": True,
+    "mixtral": False,
+    "qwen2_vl_text": True,
+    "qwen2_5_vl_text": True,
+    "qwen2_5_omni_text": True,
+}
 _SLIDING = ("mistral", "mixtral")  # families whose sliding_window needs no use_sliding_window
 
 

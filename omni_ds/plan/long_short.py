@@ -116,13 +116,17 @@ def slice_item(meta: EncoderMeta, item: Item, ranks: int) -> tuple[Item, ...]:
 
 
 def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
-    """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter."""
+    """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter, or
+    longer by a segment that is too short for a part (meta.shortest_part)."""
     frames, result, row = item.shape[0], [], 0
-    for first in range(0, len(item.segments), count):
+    firsts = list(range(0, len(item.segments), count))
+    if len(firsts) > 1 and frames - firsts[-1] * meta.window < meta.shortest_part:
+        firsts.pop()
+    for first, after in pairwise([*firsts, len(item.segments)]):
         start = first * meta.window
-        length = min(frames - start, count * meta.window)
+        length = min(frames, after * meta.window) - start
         segments, rows = meta.measure((length,))
-        assert segments == item.segments[first : first + count], "a part differs from its place in the whole"
+        assert segments == item.segments[first:after], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
             replace(

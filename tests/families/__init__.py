@@ -6,12 +6,12 @@ A family is one file and its lines in ``FAMILIES``; every test of families walks
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen_audio, qwen_vl
+from families import llava, omni, qwen_audio, qwen_vl
 from tiny import merged
 
 
@@ -19,12 +19,13 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all)."""
+    those of ``make test`` (``make test-full`` has all). seconds: of its longest clips."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    seconds: float = 1.0
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -38,6 +39,8 @@ FAMILIES = {
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "qwen2_5_omni": TinyFamily(omni.qwen2_5_omni, omni.WHOLE_NAMES, ("image", "audio"), ("pp2tp2",)),
+    "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
 }
 
 
@@ -61,8 +64,11 @@ def make_model(
     return folder
 
 
-def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
-    """Rows of text alone, of one picture or clip, and of two of different sizes; returns the file."""
+def write_rows(
+    folder: Path, count: int = 16, media: Sequence[str] = ("image",), seconds: float = 1.0
+) -> Path:
+    """Rows of text alone, of one picture or clip, and of two of different sizes, which are one of each where
+    ``media`` has both; returns the file."""
     import numpy as np
     import soundfile
     from PIL import Image
@@ -71,20 +77,21 @@ def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
     rng = np.random.default_rng(3)
     rows = []
     for number in range(count):
-        media = []
-        for nth in range(number % 3):
+        placed = [(media[(number + nth) % len(media)], f"{number}-{nth}") for nth in range(number % 3)]
+        columns: dict[str, list[str]] = {}
+        for medium, name in placed:
             height, width = (int(x) for x in rng.integers(14, 60, 2))
-            name = f"{number}-{nth}.{'png' if modality == 'image' else 'wav'}"
-            if modality == "image":
+            if medium == "image":
+                name += ".png"
                 Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-            else:  # up to a whole window of one second
-                seconds = 1.0 if height > 50 else width / 60
-                soundfile.write(folder / name, rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
-            media.append(name)
-        tag = f"<{modality}>"
-        question = "".join(f"{tag}Which digit {nth}? " for nth in range(len(media))) or "What is 3 + 4?"
+            else:  # up to the longest
+                name += ".wav"
+                samples = int(16000 * seconds * (1.0 if height > 50 else width / 60))
+                soundfile.write(folder / name, rng.uniform(-0.5, 0.5, samples), 16000)
+            columns.setdefault(f"{medium}s", []).append(name)
+        question = "".join(f"<{medium}>Which digit {nth}? " for nth, (medium, _) in enumerate(placed))
         messages = [
-            {"role": "user", "content": question},
+            {"role": "user", "content": question or "What is 3 + 4?"},
             {"role": "assistant", "content": ["seven", "It is three.", "two and one"][number % 3]},
         ]
         if number % 4 == 3:
@@ -92,7 +99,7 @@ def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
                 {"role": "user", "content": "Sure?"},
                 {"role": "assistant", "content": "Yes, it is."},
             ]
-        rows.append({"messages": messages} | ({f"{modality}s": media} if media else {}))
+        rows.append({"messages": messages} | columns)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -100,14 +107,16 @@ def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media[0])
+    return write_rows(folder, count, FAMILIES[family].media, FAMILIES[family].seconds)
 
 
-def tower_of(family: str) -> str:
-    return FAMILIES[family].towers[0]
+def towers_of(family: str) -> tuple[str, ...]:
+    return FAMILIES[family].towers
 
 
-def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", **omni: Any) -> dict[str, Any]:
+def model_config(
+    model: Path, rows: Path, output: Path, towers: Sequence[str] = ("vision",), **omni: Any
+) -> dict[str, Any]:
     """A configuration that trains a checkpoint: clipping active, three learning rates."""
     raw: dict[str, Any] = {
         "train_batch_size": 8,
@@ -117,7 +126,7 @@ def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", *
         "pipeline": {"stages": 1},
         "omni": {
             "model": {"path": str(model)},
-            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
+            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}} for tower in towers},
             "data": {
                 "train": [{"path": str(rows)}],
                 "max_length": 512,

@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Classes around the one that is trained.
+_INSIDE = {"Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration"}
+
 
 def hf_model(folder: Path) -> Any:
     """The checkpoint's own class, with plain attention."""
     import transformers
 
     name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    name = _INSIDE.get(name, name)
     cls = getattr(transformers, name)
     return cls.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
@@ -33,54 +37,71 @@ class HFSamples:
 
         self.rows = [json.loads(line) for line in rows.read_text().splitlines()]
         self.folder = rows.parent
-        self.config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+        self.config = getattr(config, "thinker_config", config)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.modality = "audio" if hasattr(self.config, "audio_config") else "image"
-        if self.modality == "audio":
-            self.processor = AutoFeatureExtractor.from_pretrained(model)
-        else:
-            self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
-        keys = (f"{self.modality}_token_id", f"{self.modality}_token_index")
-        self.token_id = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
-        self.token = self.tokenizer.convert_ids_to_tokens(self.token_id)
+        self.processors: dict[str, Any] = {}
+        if hasattr(self.config, "vision_config"):
+            self.processors["image"] = AutoImageProcessor.from_pretrained(model, backend="pil")
+        if hasattr(self.config, "audio_config"):
+            self.processors["audio"] = AutoFeatureExtractor.from_pretrained(model)
+        self.ids = {modality: self._token_id(modality) for modality in self.processors}
+
+    def _token_id(self, modality: str) -> int:
+        keys = (f"{modality}_token_id", f"{modality}_token_index")
+        return next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tag = self.rows[number], f"<{self.modality}>"
+        row, tags = self.rows[number], {f"<{modality}>": modality for modality in self.processors}
         messages = []
         for message in row["messages"]:
-            pieces = re.split(f"({tag})", message["content"])
+            pieces = re.split(f"({'|'.join(tags)})", message["content"])
             parts = [
-                {"type": self.modality} if piece == tag else {"type": "text", "text": piece}
+                {"type": tags[piece]} if piece in tags else {"type": "text", "text": piece}
                 for piece in pieces
                 if piece
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
-        media = self._media(names) if names else {}
-        counts = iter(self._counts(media))
-        text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
+        found: dict[str, Tensor] = {}
+        for modality in self.processors:
+            names = [self.folder / name for name in row.get(f"{modality}s", ())]
+            made = (self._images if modality == "image" else self._sounds)(names) if names else {}
+            counts = iter(self._counts(made))
+            token = self.tokenizer.convert_ids_to_tokens(self.ids[modality])
+            text = re.sub(re.escape(token), lambda _, t=token, c=counts: t * next(c), text)
+            found |= made
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        found = dict(media)
-        if "image_grid_thw" in found:
-            found["mm_token_type_ids"] = (ids == self.token_id).int()
-        return {"input_ids": ids, **found}
+        if "image_grid_thw" in found and "audio" not in self.processors:
+            found["mm_token_type_ids"] = (ids == self.ids["image"]).int()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **found}
 
-    def _media(self, names: list[Path]) -> dict[str, Tensor]:
-        import soundfile
+    def _images(self, names: list[Path]) -> dict[str, Tensor]:
         from PIL import Image
 
-        if self.modality == "image":
-            pictures = [Image.open(name).convert("RGB") for name in names]
-            return dict(self.processor(pictures, return_tensors="pt"))
-        sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
-        made = self.processor(
-            sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
-        )
+        pictures = [Image.open(name).convert("RGB") for name in names]
+        return dict(self.processors["image"](pictures, return_tensors="pt"))
+
+    def _sounds(self, names: list[Path]) -> dict[str, Tensor]:
+        """One by one: the features of a clip that is padded to another's length differ at its end."""
+        import soundfile
+        from torch.nn.utils.rnn import pad_sequence
+
+        features, masks = [], []
+        for name in names:
+            made = self.processors["audio"](
+                soundfile.read(name, dtype="float32")[0],
+                sampling_rate=16000,
+                padding="max_length",
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
+            features.append(made["input_features"][0].T)
+            masks.append(made["attention_mask"][0])
         return {
-            "input_features": made["input_features"],
-            "feature_attention_mask": made["attention_mask"],
+            "input_features": pad_sequence(features, batch_first=True).transpose(1, 2),
+            "feature_attention_mask": pad_sequence(masks, batch_first=True),
         }
 
     def labels(self, ids: Tensor) -> Tensor:
@@ -96,10 +117,10 @@ class HFSamples:
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
-        if self.modality == "audio":
+        if "feature_attention_mask" in media:
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if "image_grid_thw" in media:
-            merge = self.processor.merge_size**2
+            merge = self.processors["image"].merge_size ** 2
             return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
         vision = self.config.vision_config
         whole = (vision.image_size // vision.patch_size) ** 2
@@ -107,11 +128,15 @@ class HFSamples:
         return [whole + kept] * len(media["pixel_values"])
 
 
-def part_of(name: str) -> str:
-    """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or ".merger." in name:
-        return "projector"
-    return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
+def section_of(name: str, omni: Any) -> Any:
+    """The section of our configuration that a parameter of an HF class belongs to."""
+    projects = any(part in name for part in ("projector", ".merger.", ".audio_tower.proj"))
+    inside = any(f".{module}." in name for module in ("visual", "vision_tower", "audio_tower"))
+    if not projects and not inside:
+        return omni.llm
+    own = "audio" if "audio" in name else "vision"
+    tower = omni.encoders[own] if own in omni.encoders else next(iter(omni.encoders.values()))
+    return tower.projector if projects else tower
 
 
 def train_hf_model(
@@ -122,16 +147,13 @@ def train_hf_model(
     hf = hf_model(model)
     hf.train()
     samples, omni, base = HFSamples(model, rows), config.omni, config.optimizer.params["lr"]
-    (tower,) = omni.encoders.values()
-    rates = {"llm": omni.llm.lr, "tower": tower.lr, "projector": tower.projector.lr}
-    frozen = {"llm": omni.llm.freeze, "tower": tower.freeze, "projector": tower.projector.freeze}
     groups = []
     for name, parameter in hf.named_parameters():
-        part = part_of(name)
-        fixed = frozen[part] or "audio_tower.embed_positions" in name  # sinusoids, frozen in HF's class
+        section = section_of(name, omni)
+        fixed = section.freeze or "audio_tower.embed_positions" in name  # sinusoids, frozen in HF's class
         parameter.requires_grad_(not fixed)
         if not fixed:
-            lr = base if rates[part] is None else rates[part]
+            lr = base if section.lr is None else section.lr
             decay = config.optimizer.params["weight_decay"] if parameter.dim() >= 2 else 0.0
             groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=base, eps=config.optimizer.params["eps"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_model, model_config, other_names, rows_of, tower_of
+from families import FAMILIES, make_model, model_config, other_names, rows_of, towers_of
 from parity.model_reference import HFSamples, hf_model
 from ranks import run_ranks
 from tiny import write_config
@@ -52,7 +52,7 @@ def assert_identical(one: Path, other: Path) -> None:
 
 def config_of(family: str, folder: Path, model: Path, **omni: Any) -> str:
     rows = rows_of(family, folder / "rows")
-    raw = model_config(model, rows, folder / "run", tower_of(family), **omni)
+    raw = model_config(model, rows, folder / "run", towers_of(family), **omni)
     return str(write_config(raw, folder / "config.json"))
 
 
@@ -79,7 +79,7 @@ def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path:
     again = tmp_path / "again"
     again.mkdir()
     trained = model_config(
-        Path(out), rows, again, tower_of(family), eval={"sets": {"all": {"path": str(rows)}}}
+        Path(out), rows, again, towers_of(family), eval={"sets": {"all": {"path": str(rows)}}}
     )
     trained |= {"train_batch_size": 16}
     path = write_config(trained, again / "config.json")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_model, model_config, rows_of, tower_of
+from families import FAMILIES, make_model, model_config, rows_of, towers_of
 from parity.model_reference import train_hf_model
 from ranks import run_ranks
 from tiny import merged, write_config
@@ -47,7 +47,7 @@ def made(family: str, tied: bool = False, frozen: str = "") -> tuple[Path, Path,
     """(checkpoint, rows, configuration) of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
-    raw = model_config(model, rows, folder / "run", tower_of(family))
+    raw = model_config(model, rows, folder / "run", towers_of(family))
     raw["omni"] = merged(raw["omni"], FROZEN.get(frozen, {}))
     return model, rows, write_config(raw, folder / "config.json")
 
@@ -102,13 +102,12 @@ def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_gradient_equals_hf(family: str) -> None:
     """One step of plain gradient descent at rate 1 leaves the gradient as the difference of the weights."""
-    part = f"omni.encoders.{tower_of(family)}"
     overrides = (
         "optimizer.type=SGD",
         'optimizer.params={"lr": 1.0}',
         "gradient_clipping=0.0",
-        f"{part}.lr=1.0",
-        f"{part}.projector.lr=1.0",
+        *(f"omni.encoders.{tower}.lr=1.0" for tower in towers_of(family)),
+        *(f"omni.encoders.{tower}.projector.lr=1.0" for tower in towers_of(family)),
     )
     (result,) = run_ranks(train_and_collect, 1, str(made(family)[2]), overrides, 1, timeout=120)
     expected = reference(family)

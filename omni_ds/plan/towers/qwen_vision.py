@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL in numbers.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni in numbers.
 
 An item is an image of any size whose sides are multiples of ``patch * factor``; its segment is the whole
 image. In Qwen2.5-VL all layers but ``full_layers`` attend inside windows of ``window_side`` x ``window_side``
@@ -37,8 +37,8 @@ _EXAMPLE_SIDE = 1008  # pixels: about what Qwen's processors allow at most, 1280
 
 
 def has_windows(model_type: str) -> bool:
-    """Whether a tower is Qwen2.5-VL's."""
-    return model_type.startswith("qwen2_5_vl")
+    """Whether a tower is Qwen2.5-VL's, or Qwen2.5-Omni's, which is the same."""
+    return model_type.startswith(("qwen2_5_vl", "qwen2_5_omni"))
 
 
 @dataclass(frozen=True)

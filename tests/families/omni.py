@@ -1,0 +1,124 @@
+"""The thinker of Qwen2.5-Omni, tiny: inside the whole model, with talker and token2wav, or alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from families.common import TEXT, make_tokenizer
+
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+_TOKENS = {
+    "image_token_id": "<|IMAGE|>",
+    "video_token_id": "<|VIDEO|>",
+    "audio_token_id": "<|AUDIO|>",
+    "vision_start_token_id": "<|vision_bos|>",
+    "vision_end_token_id": "<|vision_eos|>",
+    "audio_start_token_id": "<|audio_bos|>",
+    "audio_end_token_id": "<|audio_eos|>",
+}
+_TEMPLATE = """{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}
+{%- elif part['type'] == 'image' -%}{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}
+{%- elif part['type'] == 'audio' -%}{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
+{%- elif part['type'] == 'video' -%}{{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}
+{%- endif -%}{%- endfor -%}{%- endif -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+class Processors:
+    """Image processor and feature extractor in one preprocessor_config.json, as on the hub."""
+
+    def __init__(self, image: Any, audio: Any, files: dict[str, bytes]):
+        self.image, self.audio, self.files = image, audio, files
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.image.to_dict() | self.audio.to_dict()
+        (folder / "preprocessor_config.json").write_text(json.dumps(values, indent=2))
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+
+
+def qwen2_5_omni(family: str, tied: bool):
+    from transformers import (
+        Qwen2_5OmniConfig,
+        Qwen2_5OmniForConditionalGeneration,
+        Qwen2_5OmniThinkerConfig,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = make_tokenizer(list(_TOKENS.values()), _TEMPLATE)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _TOKENS.items()}
+    thinker = Qwen2_5OmniThinkerConfig(
+        text_config=TEXT | _MROPE | {"tie_word_embeddings": tied},
+        vision_config={
+            "depth": 3,
+            "num_heads": 2,
+            "patch_size": 4,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        audio_config={
+            "d_model": 24,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40,
+            "num_mel_bins": 16,
+            "max_source_positions": 50,
+            "n_window": 10,
+            "output_dim": 32,
+        },
+        tie_word_embeddings=tied,
+        **ids,
+    )
+    image = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 16 * 16, "longest_edge": 44 * 44})
+    audio = WhisperFeatureExtractor(feature_size=16, chunk_length=3, return_attention_mask=True)
+    if family.endswith("thinker"):
+        return Qwen2_5OmniThinkerForConditionalGeneration(thinker), tokenizer, Processors(image, audio, {})
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
+    whole = Qwen2_5OmniConfig(
+        thinker_config=thinker.to_dict(),
+        talker_config=small
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "embedding_size": 32}
+        | _MROPE,
+        token2wav_config={
+            "dit_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "emb_dim": 8,
+                "num_embeds": 8,
+                "mel_dim": 8,
+                "enc_emb_dim": 8,
+                "enc_dim": 8,
+                "enc_channels": [8, 8, 8, 8, 24],
+                "enc_attention_channels": 8,
+                "enc_se_channels": 8,
+            },
+            "bigvgan_config": {"mel_dim": 8, "upsample_initial_channel": 64},
+        },
+    )
+    model = Qwen2_5OmniForConditionalGeneration(whole)
+    return model, tokenizer, Processors(image, audio, {"spk_dict.pt": b"no weights, but voices"})
+
+
+# What transformers 5 would write if it did not keep to the names of the hub.
+NAMES = {
+    "visual.": "model.visual.",
+    "audio_tower.": "model.audio_tower.",
+    "model.": "model.language_model.",
+}
+WHOLE_NAMES = {f"thinker.{saved}": f"thinker.{other}" for saved, other in NAMES.items()}
