@@ -79,7 +79,9 @@ class Multimodal:
                 projectors[_kind(name)] = place
             else:
                 towers[_kind(name)] = place
-                if hasattr(module, "merger"):
+                if hasattr(module, "deepstack_merger_list"):  # the projector is several modules in it
+                    projectors[_kind(name)] = place
+                elif hasattr(module, "merger"):
                     projectors[_kind(name)] = f"{place}.merger"
         found = {}
         for kind, module in towers.items():

@@ -109,7 +109,7 @@ class HFSamples:
 
 def part_of(name: str) -> str:
     """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or ".merger." in name:
+    if "projector" in name or "merger" in name:
         return "projector"
     return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
 
