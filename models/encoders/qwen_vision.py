@@ -113,10 +113,14 @@ class QwenVisionEncoder(Encoder):
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         meta, device = self.meta, value.device
-        grid = value.shape[1] // meta.patch, value.shape[2] // meta.patch
-        whole = image_order(*grid, meta.factor, meta.window_side)
+        height, width = part.shape or value.shape[1:]
+        whole = image_order(height // meta.patch, width // meta.patch, meta.factor, meta.window_side)
         here = slice(part.bounds[part.index], part.bounds[part.index + 1])
+        # Slices are whole bands of windows: what stands here are the tokens from here.start on, and cropped
+        # pixels begin with them.
         order, ulysses = whole.order[here], part.ulysses
+        if part.shape is not None:
+            order = order - here.start
         patches = image_patches(value, meta.patch, meta.factor, meta.temporal)
         hidden = self._run_blocks(
             patches.index_select(0, order.to(device)),
