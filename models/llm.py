@@ -223,7 +223,7 @@ class DecoderLayer(nn.Module):
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
             state = state.with_routing(*self._moe.observe(logits, state.batch))
-        return state
+        return state.with_level()
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
@@ -275,20 +275,22 @@ def tensor_sizes(config: PreTrainedConfig) -> TensorSizes:
 
 
 def build_llm_layers(
-    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE, levels: int = 0
 ) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
     Nothing is allocated. ``groups``: the process groups that layers compute in; a layer holds this rank's
-    part. Raises UserError for a family, a rotary scaling or a tensor degree that is not supported.
+    part. ``levels``: of feature rows, added behind decoder layers (deepstack). Raises UserError for a family,
+    a rotary scaling or a tensor degree that is not supported.
     """
     find_family(config)
     check_tensor_degree(tensor_sizes(config), degree(groups.tensor))
     config, shared = runtime_config(config), {"groups": groups}
     tied = bool(config.tie_word_embeddings)
-    embed = LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY if tied else None)
+    ends = {**shared, "levels": levels}
+    embed = LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY if tied else None)
     head = (
-        LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY, forward_fn=tied_losses)
+        LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY, forward_fn=tied_losses)
         if tied
         else LayerDef(HeadLayer, (config,), shared)
     )

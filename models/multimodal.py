@@ -32,8 +32,8 @@ from omni_ds.errors import UserError
 
 WHERE = "omni.model.path"
 _MODALITY = {"vision": "image", "audio": "audio"}
-# A tower's module that projects -> the projector's place in the tower; proj1 and proj2 are not one module.
-_OWN_PROJECTOR = {"merger": ".merger", "proj": ".proj", "proj1": ""}
+# A tower's module that projects -> the projector's place in the tower; the tower itself where it has several.
+_OWN_PROJECTOR = {"deepstack_merger_list": "", "merger": ".merger", "proj": ".proj", "proj1": ""}
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")
 
 
@@ -82,9 +82,9 @@ class Multimodal:
                 projectors[_kind(name)] = place
             else:
                 towers[_kind(name)] = place
-                for part, inside in _OWN_PROJECTOR.items():
-                    if hasattr(module, part):
-                        projectors[_kind(name)] = place + inside
+                own = next((part for part in _OWN_PROJECTOR if hasattr(module, part)), None)
+                if own is not None:
+                    projectors[_kind(name)] = place + _OWN_PROJECTOR[own]
         found = {}
         for kind, module in towers.items():
             projector = projectors[kind] if kind in projectors else projectors[None]

@@ -71,19 +71,27 @@ class QwenVisionEncoder(Encoder):
     """Item: [channels, height, width], sides a multiple of ``patch * factor``. HF's merger projects."""
 
     meta: QwenVisionMeta
+    taps: tuple[int, ...] = ()  # layers whose output is a feature too
 
     def __init__(self, meta: QwenVisionMeta, config: PreTrainedConfig, recompute: bool = False):
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
-        tower = _tower_class(config)._from_config(config)
-        merger = tower.merger
-        del tower.merger
-        super().__init__(meta, tower, recompute, merger)
+        tower = self._tower(config)
+        super().__init__(meta, tower, recompute, self._take_projector(tower))
         # Not a buffer: casts to bf16 must not touch it.
         self.frequencies = tower.rotary_pos_emb.inv_freq.detach().clone()
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
         for block in tower.blocks:
             block.attn.forward = partial(_attend, block.attn)
+
+    def _tower(self, config: PreTrainedConfig) -> PreTrainedModel:
+        return _tower_class(config)._from_config(config)
+
+    def _take_projector(self, tower: PreTrainedModel) -> nn.Module:
+        """What makes feature rows of tokens; it leaves the tower."""
+        merger = tower.merger
+        del tower.merger
+        return merger
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         meta, device = self.meta, values[0].device
@@ -97,6 +105,7 @@ class QwenVisionEncoder(Encoder):
         hidden = self._run_blocks(
             patches.index_select(0, order),
             torch.cat([each.at for each in orders]),
+            torch.tensor(grids).repeat_interleave(torch.tensor(lengths), dim=0),
             Packing.of(lengths, device),
             Packing.of([n for each in orders for n in each.windows], device),
         )
@@ -104,22 +113,31 @@ class QwenVisionEncoder(Encoder):
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         meta, device = self.meta, value.device
-        grid = value.shape[1] // meta.patch, value.shape[2] // meta.patch
+        height, width = part.shape or value.shape[1:]
+        grid = height // meta.patch, width // meta.patch
         whole = image_order(*grid, meta.factor, meta.window_side)
         here = slice(part.bounds[part.index], part.bounds[part.index + 1])
+        # Slices are whole bands of windows: what stands here are the tokens from here.start on, and cropped
+        # pixels begin with them.
         order, ulysses = whole.order[here], part.ulysses
+        if part.shape is not None:
+            order = order - here.start
         patches = image_patches(value, meta.patch, meta.factor, meta.temporal)
         hidden = self._run_blocks(
             patches.index_select(0, order.to(device)),
             whole.at[here],
+            torch.tensor([grid]).expand(len(order), -1),
             replace(Packing.of([len(whole.order)], device), ulysses=ulysses),
             replace(Packing.of(whole.windows, device), ulysses=ulysses),
         )
         return hidden.index_select(0, order.argsort().to(device)), (1, len(order))
 
-    def _run_blocks(self, patches: Tensor, at: Tensor, whole: Packing, windows: Packing) -> Tensor:
-        """Patches in the order of places, with their rows and columns -> tower tokens [T, C]."""
-        hidden, rotary = self.tower.patch_embed(patches), self._rotary(at, patches.device)
+    def _run_blocks(
+        self, patches: Tensor, at: Tensor, grid: Tensor, whole: Packing, windows: Packing
+    ) -> Tensor:
+        """Patches in the order of places, with their rows and columns and those of their image's grid, each
+        [T, 2] -> tower tokens [T, C], and behind them those of the layers in ``taps``."""
+        hidden, rotary, tapped = self._embed(patches, at, grid), self._rotary(at, patches.device), []
         for index, block in enumerate(self.tower.blocks):
             packing = whole if index in self.full else windows
             if self.recompute and torch.is_grad_enabled():
@@ -128,7 +146,13 @@ class QwenVisionEncoder(Encoder):
                 )
             else:
                 hidden = _run(block, hidden, packing, rotary)
-        return hidden
+            if index in self.taps:
+                tapped.append(hidden)
+        return torch.cat([hidden, *tapped], dim=1) if tapped else hidden
+
+    def _embed(self, patches: Tensor, at: Tensor, grid: Tensor) -> Tensor:
+        """Tower tokens [T, C] before the first layer."""
+        return self.tower.patch_embed(patches)
 
     def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
         return self.projector(features)

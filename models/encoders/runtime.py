@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.encoders.base import Encoder
+from models.encoders.base import Encoder, ItemSlice
 from models.encoders.naflex import NaflexEncoder
 from models.encoders.omni_audio import Qwen3OmniAudioEncoder, Qwen25OmniAudioEncoder
+from models.encoders.qwen3_vision import Qwen3VisionEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
@@ -24,6 +25,7 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
+    "qwen3_vision": Qwen3VisionEncoder,
     "qwen_audio": QwenAudioEncoder,
     "omni_audio": Qwen25OmniAudioEncoder,
 }
@@ -49,12 +51,15 @@ def build_encoder(
 
 
 class RuntimeEncoders(nn.Module):
-    """All encoders of a composition; its parameter names are the global ones (``encoders.<name>....``)."""
+    """All encoders of a composition; its parameter names are the global ones (``encoders.<name>....``).
 
-    def __init__(self, encoders: Mapping[str, Encoder], llm_hidden: int):
+    ``width``: of a feature row (Plan.row_width); rows of an encoder with fewer levels end in zeros.
+    """
+
+    def __init__(self, encoders: Mapping[str, Encoder], width: int):
         super().__init__()
         self.encoders = nn.ModuleDict(encoders)
-        self.llm_hidden = llm_hidden
+        self.width = width
 
     def hf_names(self) -> dict[str, str]:
         return {name: name for name, _ in self.named_parameters()}
@@ -74,21 +79,30 @@ class RuntimeEncoders(nn.Module):
         )
 
     def forward(self, batches: Mapping[str, Sequence[Tensor]], minimal: Sequence[str] = ()) -> Tensor:
-        """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
+        """Feature rows [rows, width] of all items, encoders in config order, so that one tensor leaves the
         engine.
 
         An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
         parameters still enter forward and backward, with zero gradient. Without any work the result is [0,
-        H].
+        width].
         """
         outputs = []
         for name, encoder in self.encoders.items():
             if values := batches.get(name):
-                outputs.append(encoder(values))
+                outputs.append(self._padded(encoder(values)))
             elif name in minimal:
                 parameter = next(encoder.projector.parameters())
-                outputs.append(encoder(encoder.minimal_values(parameter.device, parameter.dtype))[:0])
+                made = encoder(encoder.minimal_values(parameter.device, parameter.dtype))
+                outputs.append(self._padded(made[:0]))
         if outputs:
             return torch.cat(outputs)
         parameter = next(self.parameters())
-        return torch.empty(0, self.llm_hidden, device=parameter.device, dtype=parameter.dtype)
+        return torch.empty(0, self.width, device=parameter.device, dtype=parameter.dtype)
+
+    def forward_slice(self, name: str, value: Tensor, part: ItemSlice) -> Tensor:
+        """Feature rows [rows of the slice, width] (:meth:`Encoder.forward_slice`)."""
+        return self._padded(self.encoders[name].forward_slice(value, part))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = self.width - rows.shape[1]
+        return nn.functional.pad(rows, (0, missing)) if missing else rows

@@ -15,6 +15,8 @@ _QWEN2_5_OMNI = ModelFamily(
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
+    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", grid_positions=True),
+    "qwen3_vl_moe": ModelFamily("Qwen3VLMoeForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
     "qwen2_5_omni": _QWEN2_5_OMNI,

@@ -35,7 +35,8 @@ class EncoderMeta:
 
     ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
     ``mlp_matrices`` is 3 for gated MLPs. ``image``: side of the square that the position embeddings are made
-    for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). Fields of
+    for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). ``levels``:
+    outputs of ``out_hidden`` beside a row's own that go into later layers of the LLM (deepstack). Fields of
     the other family are 0.
     """
 
@@ -65,6 +66,7 @@ class EncoderMeta:
     pad_to_window: bool = False
     native: bool = False
     max_pixels: int = 0
+    levels: int = 0
 
     @classmethod
     def from_config(
@@ -187,6 +189,11 @@ class EncoderMeta:
     @property
     def trainable(self) -> bool:
         return self.tower_trainable or self.projector_trainable
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a feature row: the row itself, then its levels."""
+        return self.out_hidden * (1 + self.levels)
 
     @property
     def projector_in(self) -> int:

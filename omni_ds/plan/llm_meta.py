@@ -17,8 +17,19 @@ from typing import Any
 from omni_ds.errors import UserError
 
 # Decoders of multimodal models, which are not models of their own: their name in config.json's text_config.
-INSIDE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
+INSIDE = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", *INSIDE)
+# Their attention is Qwen3's: norms of queries and keys, attention_bias for all four matrices.
+_QWEN3_MOE = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+_QWEN3 = ("qwen3", "qwen3_vl_text", *_QWEN3_MOE)
+_HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128}
 # transformers' Qwen2 has biases on q, k, v whatever the config says, its Mixtral has none
 _ATTENTION_BIAS = {
     "qwen2": True,
@@ -31,12 +42,12 @@ _SLIDING = ("mistral", "mixtral")  # families whose sliding_window needs no use_
 
 
 def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decoder layers whose MLP is a mixture of experts: all of Mixtral's; of Qwen3-MoE's every
+    """Decoder layers whose MLP is a mixture of experts: all of Mixtral's; of Qwen3's MoE every
     ``decoder_sparse_step``-th, without ``mlp_only_layers``; none of other families."""
     family, layers = hf_config.get("model_type"), range(int(hf_config.get("num_hidden_layers") or 0))
     if family == "mixtral":
         return tuple(layers)
-    if family != "qwen3_moe":
+    if family not in _QWEN3_MOE:
         return ()
     step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
     return tuple(index for index in layers if index not in dense and (index + 1) % step == 0)
@@ -105,7 +116,7 @@ class LLMMeta:
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
-        head_dim = size("head_dim", 128 if family == "qwen3" else hidden // heads)
+        head_dim = size("head_dim", _HEAD_DIM.get(family, hidden // heads))
         windowed = hf_config.get("use_sliding_window", family in _SLIDING)
         moe_layers = moe_layer_indices(hf_config)
         experts: dict[str, Any] = {}
@@ -137,9 +148,9 @@ class LLMMeta:
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             trainable=trainable,
             qkv_bias=_ATTENTION_BIAS.get(family, attention_bias),
-            out_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
+            out_bias=attention_bias and family in ("llama", *_QWEN3),
             mlp_bias=bool(hf_config.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            qk_norm=family in _QWEN3,
             window=int(hf_config.get("sliding_window") or 0) if windowed else 0,
             model_type=family,
             **experts,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, omni, qwen_audio, qwen_vl
+from families import llava, omni, qwen3_vl, qwen_audio, qwen_vl
 from tiny import merged
 
 
@@ -36,6 +36,8 @@ class TinyFamily:
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
+    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
+    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),

@@ -130,7 +130,7 @@ class HFSamples:
 
 def section_of(name: str, omni: Any) -> Any:
     """The section of our configuration that a parameter of an HF class belongs to."""
-    projects = any(part in name for part in ("projector", ".merger.", ".audio_tower.proj"))
+    projects = any(part in name for part in ("projector", "merger", ".audio_tower.proj"))
     inside = any(f".{module}." in name for module in ("visual", "vision_tower", "audio_tower"))
     if not projects and not inside:
         return omni.llm

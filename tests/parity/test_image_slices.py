@@ -80,10 +80,12 @@ def qwen_both_ways() -> None:
             weights = torch.randn_like(expected)
             (expected * weights).sum().backward()
             tokens, rows = whole.meta.slices(size, ranks)
-            mine = split.forward_slice(image, ItemSlice(rank, tokens, dist.group.WORLD))
-            part = slice(rows[rank], rows[rank + 1])
-            assert (mine - expected[part]).abs().max() <= 1e-6, (kind, size)
-            (mine * weights[part]).sum().backward()
+            first, stop = whole.meta.slice_pixels(size, ranks, rank)  # what the loader hands over
+            part = ItemSlice(rank, tokens, dist.group.WORLD, size)
+            mine = split.forward_slice(image[:, first:stop], part)
+            held = slice(rows[rank], rows[rank + 1])
+            assert (mine - expected[held]).abs().max() <= 1e-6, (kind, size)
+            (mine * weights[held]).sum().backward()
         for (local, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
             dist.all_reduce(ours.grad)
             scale = max(1.0, theirs.grad.abs().max().item())
