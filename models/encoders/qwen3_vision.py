@@ -1,4 +1,5 @@
-"""The vision tower of Qwen3-VL on packed images: Qwen2-VL's with learned positions and deepstack features.
+"""The vision tower of Qwen3-VL and Qwen3-Omni on packed images: Qwen2-VL's with learned positions and
+deepstack features.
 
 Positions are a square table, interpolated to each image's grid. Features of inner layers go through mergers
 of their own and stand behind those of the last layer in a row: [row | level 0 | ...], by rising layer.
@@ -17,16 +18,18 @@ from omni_ds.plan.towers.qwen3_vision import Qwen3VisionMeta
 
 
 class Mergers(nn.Module):
-    """HF's mergers of one tower under their own names. order: place in ``deepstack_merger_list`` of each
-    level's merger."""
+    """HF's mergers of one tower under their own names. name: of the list of those of inner layers; order:
+    place in it of each level's merger."""
 
-    def __init__(self, merger: nn.Module, others: nn.ModuleList, order: Sequence[int]):
+    def __init__(self, merger: nn.Module, name: str, others: nn.ModuleList, order: Sequence[int]):
         super().__init__()
-        self.merger, self.deepstack_merger_list, self._order = merger, others, tuple(order)
+        self.merger, self._name, self._order = merger, name, tuple(order)
+        self.add_module(name, others)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, C * (1 + D)] -> rows [R, H * (1 + D)]."""
-        mergers = [self.merger, *(self.deepstack_merger_list[place] for place in self._order)]
+        others = self.get_submodule(self._name)
+        mergers = [self.merger, *(others[place] for place in self._order)]
         parts = tokens.chunk(len(mergers), dim=1)
         return torch.cat(
             [merger(part.contiguous()) for merger, part in zip(mergers, parts, strict=True)], dim=1
@@ -43,14 +46,18 @@ class Qwen3VisionEncoder(QwenVisionEncoder):
         super().__init__(meta, config, recompute)
 
     def _tower(self, config: PreTrainedConfig) -> PreTrainedModel:
+        if config.model_type.startswith("qwen3_omni"):  # AutoModel does not know it
+            from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+
+            return Qwen3OmniMoeVisionEncoder._from_config(config)
         return AutoModel.from_config(config)
 
     def _take_projector(self, tower: PreTrainedModel) -> nn.Module:
         layers = list(tower.config.deepstack_visual_indexes)
-        mergers = Mergers(
-            tower.merger, tower.deepstack_merger_list, [layers.index(layer) for layer in self.taps]
-        )
-        del tower.merger, tower.deepstack_merger_list
+        name = next(name for name in ("deepstack_merger_list", "merger_list") if name in tower._modules)
+        order = [layers.index(layer) for layer in self.taps]
+        mergers = Mergers(tower.merger, name, tower.get_submodule(name), order)
+        del tower._modules[name], tower.merger
         return mergers
 
     def _embed(self, patches: Tensor, at: Tensor, grid: Tensor) -> Tensor:

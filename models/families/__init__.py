@@ -11,6 +11,12 @@ _QWEN2_5_OMNI = ModelFamily(
     unused={"talker.": _SPEECH, "token2wav.": _SPEECH},
     files=("spk_dict.pt",),
 )
+_QWEN3_OMNI = ModelFamily(
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    grid_positions=True,
+    inside="thinker_config",
+    unused={"talker.": _SPEECH, "code2wav.": _SPEECH},
+)
 
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
@@ -21,4 +27,6 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
     "qwen2_5_omni": _QWEN2_5_OMNI,
     "qwen2_5_omni_thinker": _QWEN2_5_OMNI,
+    "qwen3_omni_moe": _QWEN3_OMNI,
+    "qwen3_omni_moe_thinker": _QWEN3_OMNI,
 }

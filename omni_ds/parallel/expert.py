@@ -28,7 +28,7 @@ from omni_ds.plan.shards import even_bounds
 
 PART_KEY = "part"
 # AutoEP's presets, for blocks of the same shape under another name.
-_PRESETS = {"qwen3_vl_moe_text": "qwen3_moe"}
+_PRESETS = {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe"}
 
 
 def expert_group_name(size: int) -> str:
@@ -63,7 +63,7 @@ def build_expert_layer(block: nn.Module, config: Any, groups: LayerGroups, group
     holder = nn.Module()
     holder.mlp, holder.config = block, copy.copy(config)
     holder.config.router_z_loss_coef = 0.0  # ours to compute; AutoEP warns that it does not
-    if config.model_type in _PRESETS:
+    if config.model_type == "qwen3_vl_moe_text":
         holder.config.norm_topk_prob = True  # HF's block does so whatever the config says
     section = {
         "enabled": True,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, omni, qwen3_vl, qwen_audio, qwen_vl
+from families import llava, omni, qwen3_omni, qwen3_vl, qwen_audio, qwen_vl
 from tiny import merged
 
 
@@ -43,6 +43,9 @@ FAMILIES = {
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
     "qwen2_5_omni": TinyFamily(omni.qwen2_5_omni, omni.WHOLE_NAMES, ("image", "audio"), ("pp2tp2",)),
     "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
+    "qwen3_omni_moe": TinyFamily(
+        qwen3_omni.qwen3_omni_moe, omni.WHOLE_NAMES, ("image", "audio"), ("pp2",), seconds=2.5
+    ),
 }
 
 

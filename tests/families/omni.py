@@ -1,4 +1,5 @@
-"""The thinker of Qwen2.5-Omni, tiny: inside the whole model, with talker and token2wav, or alone."""
+"""The thinker of Qwen2.5-Omni, tiny: inside the whole model, with talker and token2wav, or alone; and what is
+the same of Qwen3-Omni."""
 
 from __future__ import annotations
 
@@ -18,19 +19,39 @@ _TOKENS = {
     "audio_start_token_id": "<|audio_bos|>",
     "audio_end_token_id": "<|audio_eos|>",
 }
-_TEMPLATE = """{%- for message in messages -%}
+_PARTS = """{%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
 {%- if message['content'] is string -%}{{- message['content'] -}}
 {%- else -%}{%- for part in message['content'] -%}
 {%- if part['type'] == 'text' -%}{{- part['text'] -}}
-{%- elif part['type'] == 'image' -%}{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' -}}
-{%- elif part['type'] == 'audio' -%}{{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
-{%- elif part['type'] == 'video' -%}{{- '<|vision_bos|><|VIDEO|><|vision_eos|>' -}}
+{%- elif part['type'] == 'image' -%}{{- 'vision_start_token_idimage_token_idvision_end_token_id' -}}
+{%- elif part['type'] == 'audio' -%}{{- 'audio_start_token_idaudio_token_idaudio_end_token_id' -}}
+{%- elif part['type'] == 'video' -%}{{- 'vision_start_token_idvideo_token_idvision_end_token_id' -}}
 {%- endif -%}{%- endfor -%}{%- endif -%}
 {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
+
+
+def omni_tokenizer(tokens: dict[str, str]) -> tuple[Any, dict[str, int]]:
+    """A tokenizer whose template writes these tokens around media, and their ids by key of the config."""
+    template = _PARTS
+    for key, token in tokens.items():
+        template = template.replace(key, token)
+    tokenizer = make_tokenizer(list(tokens.values()), template)
+    return tokenizer, {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens.items()}
+
+
+def omni_processors(patch: int, files: dict[str, bytes]) -> Processors:
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image = Qwen2VLImageProcessorPil(
+        patch_size=patch, size={"shortest_edge": 16 * 16, "longest_edge": 44 * 44}
+    )
+    audio = WhisperFeatureExtractor(feature_size=16, chunk_length=3, return_attention_mask=True)
+    return Processors(image, audio, files)
 
 
 class Processors:
@@ -52,12 +73,9 @@ def qwen2_5_omni(family: str, tied: bool):
         Qwen2_5OmniForConditionalGeneration,
         Qwen2_5OmniThinkerConfig,
         Qwen2_5OmniThinkerForConditionalGeneration,
-        WhisperFeatureExtractor,
     )
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = make_tokenizer(list(_TOKENS.values()), _TEMPLATE)
-    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _TOKENS.items()}
+    tokenizer, ids = omni_tokenizer(_TOKENS)
     thinker = Qwen2_5OmniThinkerConfig(
         text_config=TEXT | _MROPE | {"tie_word_embeddings": tied},
         vision_config={
@@ -83,10 +101,8 @@ def qwen2_5_omni(family: str, tied: bool):
         tie_word_embeddings=tied,
         **ids,
     )
-    image = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 16 * 16, "longest_edge": 44 * 44})
-    audio = WhisperFeatureExtractor(feature_size=16, chunk_length=3, return_attention_mask=True)
     if family.endswith("thinker"):
-        return Qwen2_5OmniThinkerForConditionalGeneration(thinker), tokenizer, Processors(image, audio, {})
+        return Qwen2_5OmniThinkerForConditionalGeneration(thinker), tokenizer, omni_processors(4, {})
     small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
     whole = Qwen2_5OmniConfig(
         thinker_config=thinker.to_dict(),
@@ -111,8 +127,8 @@ def qwen2_5_omni(family: str, tied: bool):
             "bigvgan_config": {"mel_dim": 8, "upsample_initial_channel": 64},
         },
     )
-    model = Qwen2_5OmniForConditionalGeneration(whole)
-    return model, tokenizer, Processors(image, audio, {"spk_dict.pt": b"no weights, but voices"})
+    processors = omni_processors(4, {"spk_dict.pt": b"no weights, but voices"})
+    return Qwen2_5OmniForConditionalGeneration(whole), tokenizer, processors
 
 
 # What transformers 5 would write if it did not keep to the names of the hub.

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Classes around the one that is trained.
-_INSIDE = {"Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration"}
+_INSIDE = {
+    f"{stem}ForConditionalGeneration": f"{stem}ThinkerForConditionalGeneration"
+    for stem in ("Qwen2_5Omni", "Qwen3OmniMoe")
+}
 
 
 def hf_model(folder: Path) -> Any:
@@ -46,6 +49,10 @@ class HFSamples:
         if hasattr(self.config, "audio_config"):
             self.processors["audio"] = AutoFeatureExtractor.from_pretrained(model)
         self.ids = {modality: self._token_id(modality) for modality in self.processors}
+
+    @property
+    def _qwen3_omni(self) -> bool:
+        return self.config.model_type.startswith("qwen3_omni")
 
     def _token_id(self, modality: str) -> int:
         keys = (f"{modality}_token_id", f"{modality}_token_index")
@@ -89,13 +96,16 @@ class HFSamples:
         from torch.nn.utils.rnn import pad_sequence
 
         features, masks = [], []
+        padding: dict[str, Any] = {"padding": "max_length"}
+        if self._qwen3_omni:  # as Qwen3OmniMoeProcessor
+            padding = {"padding": True, "truncation": False}
         for name in names:
             made = self.processors["audio"](
                 soundfile.read(name, dtype="float32")[0],
                 sampling_rate=16000,
-                padding="max_length",
                 return_attention_mask=True,
                 return_tensors="pt",
+                **padding,
             )
             features.append(made["input_features"][0].T)
             masks.append(made["attention_mask"][0])
@@ -117,6 +127,11 @@ class HFSamples:
     def _counts(self, media: dict[str, Tensor]) -> list[int]:
         if not media:
             return []
+        if "feature_attention_mask" in media and self._qwen3_omni:
+            from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe
+
+            lengths = media["feature_attention_mask"].sum(-1)
+            return processing_qwen3_omni_moe._get_feat_extract_output_lengths(lengths).tolist()
         if "feature_attention_mask" in media:
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if "image_grid_thw" in media:

@@ -59,6 +59,11 @@ class OmniAudioMeta(EncoderMeta):
         qwen3 = is_qwen3(model_type)
         given = {key: value for key, value in hf_config.items() if value is not None}
         config = _COMMON | (_QWEN3 if qwen3 else _QWEN2_5) | given
+        if encoder.processor.pad_to_window:
+            raise UserError(
+                f"{where}.processor.pad_to_window: {model_type} takes clips of their own length; remove "
+                "the key"
+            )
         hidden, heads, mels = config["d_model"], config["encoder_attention_heads"], config["num_mel_bins"]
         if hidden % heads:
             raise UserError(f"{where}: d_model {hidden} does not divide by encoder_attention_heads {heads}")

@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL in numbers: that of Qwen2-VL with learned positions, interpolated to the grid
-of an image, and mergers of inner layers beside that of the last (deepstack).
+"""The vision tower of Qwen3-VL and Qwen3-Omni in numbers: that of Qwen2-VL with learned positions,
+interpolated to the grid of an image, and mergers of inner layers beside that of the last (deepstack).
 
 A feature row has a level for each of those: what the LLM adds behind its first layers.
 """
