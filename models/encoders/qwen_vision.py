@@ -114,7 +114,8 @@ class QwenVisionEncoder(Encoder):
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         meta, device = self.meta, value.device
         height, width = part.shape or value.shape[1:]
-        whole = image_order(height // meta.patch, width // meta.patch, meta.factor, meta.window_side)
+        grid = height // meta.patch, width // meta.patch
+        whole = image_order(*grid, meta.factor, meta.window_side)
         here = slice(part.bounds[part.index], part.bounds[part.index + 1])
         # Slices are whole bands of windows: what stands here are the tokens from here.start on, and cropped
         # pixels begin with them.

@@ -19,12 +19,13 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all)."""
+    those of ``make test`` (``make test-full`` has all). experts: its LLM has some."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    experts: bool = False
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -35,8 +36,8 @@ class TinyFamily:
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
-    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
-    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
+    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
+    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
