@@ -19,12 +19,14 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all). seconds: of its longest clips."""
+    those of ``make test`` (``make test-full`` has all). experts: its LLM has some. seconds: of its longest
+    clips."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    experts: bool = False
     seconds: float = 1.0
 
     @property
@@ -36,15 +38,15 @@ class TinyFamily:
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
-    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
-    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES),
+    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
+    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
     "qwen2_5_omni": TinyFamily(omni.qwen2_5_omni, omni.WHOLE_NAMES, ("image", "audio"), ("pp2tp2",)),
     "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
     "qwen3_omni_moe": TinyFamily(
-        qwen3_omni.qwen3_omni_moe, omni.WHOLE_NAMES, ("image", "audio"), ("pp2",), seconds=2.5
+        qwen3_omni.qwen3_omni_moe, omni.WHOLE_NAMES, ("image", "audio"), ("pp2ep2",), True, 2.5
     ),
 }
 

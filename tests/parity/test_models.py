@@ -20,6 +20,7 @@ STEPS = 3
 LAYOUTS = {
     "1": (1, ()),
     "pp2": (2, ("pipeline.stages=2",)),
+    "pp4": (4, ("pipeline.stages=4",)),
     "dp2": (2, ()),
     "tp2": (2, ("tensor_parallel.autotp_size=2",)),
     "sp2": (2, ("sequence_parallel_size=2",)),
@@ -31,8 +32,17 @@ LAYOUTS = {
     "gangs": (2, ("omni.encoder_parallel.long_short=40",)),  # images of more tokens are shared
     "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
 }
+EXPERT_LAYOUTS = {
+    "ep2": (2, ("expert_parallel.enabled=true", "expert_parallel.autoep_size=2")),
+    "pp2ep2": (4, ("pipeline.stages=2", "expert_parallel.enabled=true", "expert_parallel.autoep_size=2")),
+}
 FAST = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
-FULL = [(family, layout) for family in FAMILIES for layout in LAYOUTS if (family, layout) not in FAST]
+FULL = [
+    (name, layout)
+    for name, family in FAMILIES.items()
+    for layout in (LAYOUTS | EXPERT_LAYOUTS if family.experts else LAYOUTS)
+    if layout not in family.layouts
+]
 
 
 FROZEN: dict[str, dict[str, Any]] = {
@@ -72,7 +82,7 @@ def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
 
 
 def check(family: str, layout: str, tied: bool = False, frozen: str = "") -> None:
-    world, overrides = LAYOUTS[layout]
+    world, overrides = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     config = str(made(family, tied, frozen)[2])
     results = run_ranks(train_and_collect, world, config, overrides, timeout=180)
     expected = reference(family, tied, frozen)
