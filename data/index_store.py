@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-_DTYPES = {"I64": np.int64, "I32": np.int32, "I16": np.int16}  # safetensors' names of those used here
+_DTYPES = {
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "F64": np.float64,
+}  # safetensors' names of those used here
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,26 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class IndexedItem:
+    """Numbers of one medium. spans: (token offset, feature rows) of each run of its placeholders. seconds,
+    times: as in `Planned`."""
+
+    encoder: str
+    shape: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    seconds: float = 0.0
+    times: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
-    """Numbers of one usable row. items: (encoder, shape, token offset) by ordinal."""
+    """Numbers of one usable row. items: by ordinal."""
 
     row: int
     tokens: int
     target_tokens: int
     task: str
-    items: tuple[tuple[str, tuple[int, ...], int], ...]
+    items: tuple[IndexedItem, ...]
 
 
 @dataclass
@@ -44,9 +61,10 @@ class IndexPart:
     """Columns over usable rows [n] of a source and over their media [m].
 
     rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
-    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side),
-    item_offsets [m]. skipped: rows by reason; examples: the first skips of each reason; media_skips: rows
-    skipped for their media. Arrays of a part that was read are views of the file and cannot be written.
+    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 3] (-1: no such side),
+    item_seconds [m]. span_starts, time_starts: [m + 1], into spans [s, 2] and times [t]. skipped: rows by
+    reason; examples: the first skips of each reason; media_skips: rows skipped for their media. Arrays of a
+    part that was read are views of the file and cannot be written.
     """
 
     rows: np.ndarray
@@ -56,7 +74,11 @@ class IndexPart:
     item_starts: np.ndarray
     item_encoders: np.ndarray
     item_shapes: np.ndarray
-    item_offsets: np.ndarray
+    item_seconds: np.ndarray
+    span_starts: np.ndarray
+    spans: np.ndarray
+    time_starts: np.ndarray
+    times: np.ndarray
     media_skips: np.ndarray
     encoder_names: list[str]
     task_names: list[str]
@@ -73,17 +95,18 @@ class IndexPart:
             hashed.update(np.ascontiguousarray(array).tobytes())
         return hashed.hexdigest()
 
-    def items(self, index: int) -> list[tuple[str, tuple[int, ...], int]]:
-        """(encoder, shape, token offset) of each medium of usable row number `index`."""
-        span = range(self.item_starts[index], self.item_starts[index + 1])
-        return [
-            (
-                self.encoder_names[self.item_encoders[i]],
-                tuple(int(side) for side in self.item_shapes[i] if side >= 0),
-                int(self.item_offsets[i]),
-            )
-            for i in span
-        ]
+    def items(self, index: int) -> list[IndexedItem]:
+        """Each medium of usable row number `index`."""
+        return [self._item(i) for i in range(self.item_starts[index], self.item_starts[index + 1])]
+
+    def _item(self, at: int) -> IndexedItem:
+        return IndexedItem(
+            self.encoder_names[self.item_encoders[at]],
+            tuple(side for side in self.item_shapes[at].tolist() if side >= 0),
+            tuple(map(tuple, self.spans[self.span_starts[at] : self.span_starts[at + 1]].tolist())),
+            float(self.item_seconds[at]),
+            tuple(self.times[self.time_starts[at] : self.time_starts[at + 1]].tolist()),
+        )
 
     @classmethod
     def from_results(cls, results: Sequence[Record | Skip], encoder_names: Sequence[str]) -> "IndexPart":
@@ -92,16 +115,20 @@ class IndexPart:
         items = [item for record in records for item in record.items]
         names, tasks = list(encoder_names), sorted({record.task for record in records})
         numbers = {task: number for number, task in enumerate(tasks)}
-        shapes = [(*shape, -1)[:2] for _, shape, _ in items]
+        shapes = [(*item.shape, -1, -1)[:3] for item in items]
         return cls(
             rows=np.array([record.row for record in records], dtype=np.int64),
             tokens=np.array([record.tokens for record in records], dtype=np.int32),
             target_tokens=np.array([record.target_tokens for record in records], dtype=np.int32),
             tasks=np.array([numbers[record.task] for record in records], dtype=np.int32),
-            item_starts=np.cumsum([0] + [len(record.items) for record in records], dtype=np.int64),
-            item_encoders=np.array([names.index(encoder) for encoder, _, _ in items], dtype=np.int16),
-            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 2),
-            item_offsets=np.array([offset for _, _, offset in items], dtype=np.int32),
+            item_starts=_starts([record.items for record in records]),
+            item_encoders=np.array([names.index(item.encoder) for item in items], dtype=np.int16),
+            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 3),
+            item_seconds=np.array([item.seconds for item in items], dtype=np.float64),
+            span_starts=_starts([item.spans for item in items]),
+            spans=np.array([s for item in items for s in item.spans], dtype=np.int32).reshape(-1, 2),
+            time_starts=_starts([item.times for item in items]),
+            times=np.array([time for item in items for time in item.times], dtype=np.float64),
             media_skips=np.array([skip.row for skip in skips if skip.media], dtype=np.int64),
             encoder_names=names,
             task_names=tasks,
@@ -121,14 +148,10 @@ class IndexPart:
             np.array([numbers[task] for task in part.task_names], dtype=np.int32)[part.tasks]
             for part in parts
         ]
-        starts, before = [np.zeros(1, dtype=np.int64)], 0
-        for part in parts:
-            starts.append(part.item_starts[1:] + before)
-            before += len(part.item_offsets)
         return cls(
             **arrays,
             tasks=np.concatenate(renumbered),
-            item_starts=np.concatenate(starts),
+            **{name: _joined_starts([getattr(part, name) for part in parts]) for name in _STARTS},
             encoder_names=parts[0].encoder_names,
             task_names=tasks,
             skipped=sum((part.skipped for part in parts), Counter()),
@@ -178,9 +201,28 @@ def _view(mapped: mmap.mmap, base: int, entry: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(mapped, _DTYPES[entry["dtype"]], count, start).reshape(shape)
 
 
+_STARTS = ("item_starts", "span_starts", "time_starts")
+
+
+def _starts(groups: Sequence[Sequence[Any]]) -> np.ndarray:
+    """Where each group begins in all of them one after the other, and where the last ends, int64."""
+    return np.cumsum([0] + [len(group) for group in groups], dtype=np.int64)
+
+
+def _joined_starts(all_starts: Sequence[np.ndarray]) -> np.ndarray:
+    joined, before = [np.zeros(1, dtype=np.int64)], 0
+    for starts in all_starts:
+        joined.append(starts[1:] + before)
+        before += starts[-1]
+    return np.concatenate(joined)
+
+
 def _shared_columns() -> tuple[str, ...]:
     """Columns whose values mean the same in every part of a source."""
-    return ("rows", "tokens", "target_tokens", "item_encoders", "item_shapes", "item_offsets", "media_skips")
+    return (
+        "rows", "tokens", "target_tokens", "item_encoders", "item_shapes", "item_seconds", "spans", "times",
+        "media_skips",
+    )  # fmt: skip
 
 
 def _first_of_each(skips: Sequence[Skip], count: int = 3) -> list[Skip]:

@@ -1,7 +1,8 @@
 """Long media in parts, so that none of them holds up the other ranks.
 
-A recording is cut between its windows, which do not attend to each other. A part is an item of its own, of
-the same row and ordinal, that starts at a later window; whoever encodes it reads its frames alone. Nothing is
+A recording is cut between its windows and a video between its frames (or what of them one patch joins), which
+do not attend to each other. A part is an item of its own, of
+the same row and ordinal, that starts at a later frame; whoever encodes it takes its frames alone. Nothing is
 computed twice and nothing is exchanged, so that the only reason to keep a clip whole is that it is small
 beside what a rank encodes in a step.
 
@@ -118,20 +119,16 @@ def slice_item(meta: EncoderMeta, item: Item, ranks: int) -> tuple[Item, ...]:
 def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
     """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter, or
     longer by a segment that is too short for a part (meta.shortest_part)."""
-    frames, result, row = item.shape[0], [], 0
-    firsts = list(range(0, len(item.segments), count))
-    if len(firsts) > 1 and frames - firsts[-1] * meta.window < meta.shortest_part:
+    result, row, firsts = [], 0, list(range(0, len(item.segments), count))
+    if len(firsts) > 1 and meta.part_of(item.shape, firsts[-1], count)[1][0] < meta.shortest_part:
         firsts.pop()
     for first, after in pairwise([*firsts, len(item.segments)]):
-        start = first * meta.window
-        length = min(frames, after * meta.window) - start
-        segments, rows = meta.measure((length,))
+        start, shape = meta.part_of(item.shape, first, after - first)
+        segments, rows = meta.measure(shape)
         assert segments == item.segments[first:after], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
-            replace(
-                item, shape=(length,), segments=segments, rows=rows, spans=spans, start=item.start + start
-            )
+            replace(item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start)
         )
         row += rows
     assert row == item.rows, f"parts of {row} rows make up {item.rows}"

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data.index import open_dataset
+from data.media import MediaHeader
 from data.positions import GridPositions, sequence_positions
 from omni_ds.composition import complete, read_composition
 from omni_ds.config import validate
@@ -45,7 +47,6 @@ REFUSED = {
     "more <image> tags than images": row("<image><image>?", images=["1-0.png"]),
     "more images than <image> tags": row("<image>?", images=["1-0.png", "2-0.png"]),
     "image file not found": row("<image>?", images=["none.png"]),
-    "video is not supported yet": row("<video>?", videos=["a.mp4"]),
     "no encoder for audio": row("<audio>?", audios=["a.wav"]),
     "media in plain text": {"text": "<image> is two", "images": ["1-0.png"]},
 }
@@ -93,10 +94,9 @@ def test_bounds_of_pixels_decide_the_size(model: Path, tmp_path: Path) -> None:
     config = complete(validate(raw))
     preprocess = read_composition(config).media["vision"]
 
-    class Header:
-        height, width = 100, 100
-
-    assert preprocess.plan_shape(Header) == (16, 16)
+    assert preprocess.plan_shape(MediaHeader("image", 100, 100)) == (16, 16)
+    header = MediaHeader("video", 100, 100, times=np.arange(4) / 2, fps=2.0)
+    assert preprocess.plan_shape(header) == (4, 16, 16)
 
 
 def test_positions_are_those_of_hf(model: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_pixels_of_a_tower_of_one_size_cannot_be_bounded(tmp_path: Path) -> None
 def test_positions_go_on_behind_the_larger_side() -> None:
     item = Item(0, 0, "vision", (8, 24), (12,), 3, ((2, 3),))
     meta = SampleMeta(0, 7, 1, (item,))
-    assert GridPositions({"vision": 8})(meta).tolist() == [
+    assert GridPositions({"vision": SimpleNamespace(side=8)})(meta).tolist() == [
         [0, 1, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 5, 6],
         [0, 1, 2, 3, 4, 5, 6],
