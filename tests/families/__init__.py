@@ -5,13 +5,13 @@ A family is one file and its lines in ``FAMILIES``; every test of families walks
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from families import llava, omni, qwen3_omni, qwen3_vl, qwen_audio, qwen_vl
+from families.rows import write_rows
 from tiny import merged
 
 
@@ -36,8 +36,8 @@ class TinyFamily:
 
 
 FAMILIES = {
-    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
-    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
+    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
     "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
@@ -69,47 +69,6 @@ def make_model(
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
-
-
-def write_rows(
-    folder: Path, count: int = 16, media: Sequence[str] = ("image",), seconds: float = 1.0
-) -> Path:
-    """Rows of text alone, of one picture or clip, and of two of different sizes, which are one of each where
-    ``media`` has both; returns the file."""
-    import numpy as np
-    import soundfile
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(3)
-    rows = []
-    for number in range(count):
-        placed = [(media[(number + nth) % len(media)], f"{number}-{nth}") for nth in range(number % 3)]
-        columns: dict[str, list[str]] = {}
-        for medium, name in placed:
-            height, width = (int(x) for x in rng.integers(14, 60, 2))
-            if medium == "image":
-                name += ".png"
-                Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-            else:  # up to the longest
-                name += ".wav"
-                samples = int(16000 * seconds * (1.0 if height > 50 else width / 60))
-                soundfile.write(folder / name, rng.uniform(-0.5, 0.5, samples), 16000)
-            columns.setdefault(f"{medium}s", []).append(name)
-        question = "".join(f"<{medium}>Which digit {nth}? " for nth, (medium, _) in enumerate(placed))
-        messages = [
-            {"role": "user", "content": question or "What is 3 + 4?"},
-            {"role": "assistant", "content": ["seven", "It is three.", "two and one"][number % 3]},
-        ]
-        if number % 4 == 3:
-            messages += [
-                {"role": "user", "content": "Sure?"},
-                {"role": "assistant", "content": "Yes, it is."},
-            ]
-        rows.append({"messages": messages} | columns)
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_videos import hf_video
 from torch import Tensor
 
 # Classes around the one that is trained.
@@ -48,49 +49,69 @@ class HFSamples:
             self.processors["image"] = AutoImageProcessor.from_pretrained(model, backend="pil")
         if hasattr(self.config, "audio_config"):
             self.processors["audio"] = AutoFeatureExtractor.from_pretrained(model)
-        self.ids = {modality: self._token_id(modality) for modality in self.processors}
+        self.tokens = {}  # medium -> its placeholder
+        for modality in ("image", "video", "audio"):
+            keys = (f"{modality}_token_id", f"{modality}_token_index")
+            found = [getattr(self.config, key) for key in keys if hasattr(self.config, key)]
+            if found:
+                self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
+
+    @property
+    def _omni(self) -> bool:
+        return self.config.model_type.endswith("thinker")
 
     @property
     def _qwen3_omni(self) -> bool:
         return self.config.model_type.startswith("qwen3_omni")
 
-    def _token_id(self, modality: str) -> int:
-        keys = (f"{modality}_token_id", f"{modality}_token_index")
-        return next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
-
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tags = self.rows[number], {f"<{modality}>": modality for modality in self.processors}
+        row, tags = self.rows[number], "|".join(f"<{modality}>" for modality in self.tokens)
         messages = []
         for message in row["messages"]:
-            pieces = re.split(f"({'|'.join(tags)})", message["content"])
+            pieces = re.split(f"({tags})", message["content"])
             parts = [
-                {"type": tags[piece]} if piece in tags else {"type": "text", "text": piece}
+                {"type": piece[1:-1]} if re.fullmatch(tags, piece) else {"type": "text", "text": piece}
                 for piece in pieces
                 if piece
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        found: dict[str, Tensor] = {}
-        for modality in self.processors:
-            names = [self.folder / name for name in row.get(f"{modality}s", ())]
-            made = (self._images if modality == "image" else self._sounds)(names) if names else {}
-            counts = iter(self._counts(made))
-            token = self.tokenizer.convert_ids_to_tokens(self.ids[modality])
-            text = re.sub(re.escape(token), lambda _, t=token, c=counts: t * next(c), text)
-            found |= made
+        media: dict[str, Tensor] = {}
+        for modality, token in self.tokens.items():
+            if given := row.get(f"{modality}s"):
+                made = getattr(self, f"_{modality}")(given)
+                counts = iter(self._counts(modality, made))
+                text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
+                media |= made
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        if "image_grid_thw" in found and "audio" not in self.processors:
-            found["mm_token_type_ids"] = (ids == self.ids["image"]).int()
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **found}
+        if not self._omni and ("image_grid_thw" in media or "video_grid_thw" in media):
+            types = torch.zeros_like(ids, dtype=torch.int)
+            for number, modality in enumerate(("image", "video"), 1):
+                token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
+                types = types.masked_fill(ids == token, number)
+            media["mm_token_type_ids"] = types
+        if self._omni:
+            media["attention_mask"] = torch.ones_like(ids)
+        return {"input_ids": ids, **media}
 
-    def _images(self, names: list[Path]) -> dict[str, Tensor]:
+    def _image(self, names: list[str]) -> dict[str, Tensor]:
         from PIL import Image
 
-        pictures = [Image.open(name).convert("RGB") for name in names]
+        pictures = [Image.open(self.folder / name).convert("RGB") for name in names]
         return dict(self.processors["image"](pictures, return_tensors="pt"))
 
-    def _sounds(self, names: list[Path]) -> dict[str, Tensor]:
+    def _video(self, given: list[Any]) -> dict[str, Tensor]:
+        made = [hf_video(value, self.folder, self.processors["image"]) for value in given]
+        found = {
+            "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
+            "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
+        }
+        if self.config.model_type == "qwen2_5_vl":
+            found["second_per_grid_ts"] = torch.tensor([seconds for _, _, seconds in made])
+        return found
+
+    def _audio(self, names: list[str]) -> dict[str, Tensor]:
         """One by one: the features of a clip that is padded to another's length differ at its end."""
         import soundfile
         from torch.nn.utils.rnn import pad_sequence
@@ -101,7 +122,7 @@ class HFSamples:
             padding = {"padding": True, "truncation": False}
         for name in names:
             made = self.processors["audio"](
-                soundfile.read(name, dtype="float32")[0],
+                soundfile.read(self.folder / name, dtype="float32")[0],
                 sampling_rate=16000,
                 return_attention_mask=True,
                 return_tensors="pt",
@@ -124,19 +145,17 @@ class HFSamples:
             inside = token == starts or (inside and token != end)
         return labels
 
-    def _counts(self, media: dict[str, Tensor]) -> list[int]:
-        if not media:
-            return []
-        if "feature_attention_mask" in media and self._qwen3_omni:
+    def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
+        if modality == "audio" and self._qwen3_omni:
             from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe
 
             lengths = media["feature_attention_mask"].sum(-1)
             return processing_qwen3_omni_moe._get_feat_extract_output_lengths(lengths).tolist()
-        if "feature_attention_mask" in media:
+        if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
-        if "image_grid_thw" in media:
+        if f"{modality}_grid_thw" in media:
             merge = self.processors["image"].merge_size ** 2
-            return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
+            return [int(grid.prod()) // merge for grid in media[f"{modality}_grid_thw"]]
         vision = self.config.vision_config
         whole = (vision.image_size // vision.patch_size) ** 2
         kept = self.config.vision_feature_select_strategy == "full" and vision.model_type.startswith("clip")

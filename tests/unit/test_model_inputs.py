@@ -14,7 +14,7 @@ from omni_ds.composition import complete, read_composition
 from omni_ds.config import validate
 from omni_ds.errors import UserError
 from omni_ds.plan.sample import Item, SampleMeta
-from tests.families import make_model, model_config, write_rows
+from tests.families import make_model, model_config, rows_of, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -99,30 +99,33 @@ def test_bounds_of_pixels_decide_the_size(model: Path, tmp_path: Path) -> None:
     assert preprocess.plan_shape(header) == (4, 16, 16)
 
 
-def test_positions_are_those_of_hf(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_are_those_of_hf(family: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
     from tests.parity.model_reference import HFSamples
 
-    dataset = opened(model, tmp_path, json_rows(tmp_path))
+    model = make_model(family, tmp_path / "model")
+    lines = rows_of(family, tmp_path, 24).read_text().splitlines()
+    dataset = opened(model, tmp_path, [json.loads(line) for line in lines])
     hf = AutoModelForImageTextToText.from_pretrained(model)
-    samples = HFSamples(model, tmp_path / "given.jsonl")
+    samples, spread = HFSamples(model, tmp_path / "given.jsonl"), 0
+    assert len(dataset) == 24
     for number in range(len(dataset)):
         sample, inputs = dataset.encode(number), samples.inputs(number)
         assert inputs.pop("input_ids")[0].tolist() == sample.input_ids.tolist()
-        if "image_grid_thw" not in inputs:
+        if not inputs:
             assert (sample.positions == np.arange(sample.meta.tokens)).all() and len(sample.positions) == 3
             continue
-        inputs.pop("pixel_values")
+        spread += "second_per_grid_ts" in inputs
+        for key in ("pixel_values", "pixel_values_videos"):
+            inputs.pop(key, None)
         ids = torch.as_tensor(sample.input_ids)[None]
         assert torch.equal(
             hf.model.get_rope_index(input_ids=ids, **inputs)[0][:, 0], torch.as_tensor(sample.positions)
         )
-
-
-def json_rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in write_rows(folder, 9).read_text().splitlines()]
+    assert bool(spread) == (family == "qwen2_5_vl")
 
 
 LLAVA_15 = (  # the structure of LLaVA-1.5's: pictures first, then all text, no token that ends a turn
