@@ -26,7 +26,7 @@ from models.families import FAMILIES
 from models.families.base import ModelFamily
 from models.hf_config import read_config
 from models.llm import find_family
-from models.weight_names import NameMap, map_names, summarise
+from models.weight_names import NameMap, Recipe, map_names, summarise
 from models.weights import PartWeights
 from omni_ds.errors import UserError
 
@@ -125,18 +125,21 @@ class Multimodal:
 
     @cached_property
     def names(self) -> NameMap:
-        return map_names(self.source.names(), self.model)
+        return map_names(self.source.names(), self.model, shape_of=self.source.shape)
 
     def weights(self) -> ModelWeights:
         return ModelWeights(self)
 
-    def original_names(self, name: str) -> tuple[str, ...]:
-        """Tensors of the checkpoint that hold a global parameter: one, or copies of a tied matrix."""
+    def recipes_of(self, name: str) -> dict[str, Recipe]:
+        """By name in the HF class, how a global parameter is made: one, and copies of a tied matrix."""
         locals_ = [self.class_name(name)]
         if self.llm_config.tie_word_embeddings and name == "llm.model.embed_tokens.weight":
             locals_.append(self.class_name("llm.lm_head.weight"))
-        recipes = [self.names.recipes[local] for local in locals_ if local in self.names.recipes]
-        assert all(recipe.converter is None for recipe in recipes), f"{name} is made of several tensors"
+        return {local: self.names.recipes[local] for local in locals_ if local in self.names.recipes}
+
+    def original_names(self, name: str) -> tuple[str, ...]:
+        """Tensors of the checkpoint that a global parameter is made of."""
+        recipes = self.recipes_of(name).values()
         return tuple(dict.fromkeys(source for recipe in recipes for source, _ in recipe.sources))
 
     def trained_names(self, encoder_names: Iterable[str]) -> set[str]:

@@ -19,14 +19,15 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all). experts: its LLM has some. seconds: of its longest
-    clips."""
+    those of ``make test`` (``make test-full`` has all). experts: its LLM has some. values: name and tensor
+    as saved -> the tensor that other releases wrote. seconds: of its longest clips."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
     experts: bool = False
+    values: Callable[[str, Any], Any] = lambda name, value: value
     seconds: float = 1.0
 
     @property
@@ -39,14 +40,21 @@ FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
-    "qwen3_vl_moe": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True),
+    "qwen3_vl_moe": TinyFamily(
+        qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True, values=qwen3_vl.transposed
+    ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
     "qwen2_5_omni": TinyFamily(omni.qwen2_5_omni, omni.WHOLE_NAMES, ("image", "audio"), ("pp2tp2",)),
     "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
     "qwen3_omni_moe": TinyFamily(
-        qwen3_omni.qwen3_omni_moe, omni.WHOLE_NAMES, ("image", "audio"), ("pp2ep2",), True, 2.5
+        qwen3_omni.qwen3_omni_moe,
+        omni.WHOLE_NAMES,
+        ("image", "audio"),
+        ("pp2ep2",),
+        experts=True,
+        seconds=2.5,
     ),
 }
 
@@ -118,6 +126,7 @@ def other_names(family: str, folder: Path) -> None:
     for name, value in load_file(file).items():
         prefixes = [new for new in FAMILIES[family].names if name.startswith(new)]
         old = prefixes[0] if prefixes else ""
+        value = FAMILIES[family].values(name, value)
         tensors[FAMILIES[family].names.get(old, "") + name.removeprefix(old)] = value
     layer = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
     tensors[layer.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.arange(4.0)

@@ -14,7 +14,7 @@ _MROPE = {
     },
     "head_dim": 8,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 _VISION = {
     "depth": 4,
     "num_heads": 2,
@@ -48,4 +48,9 @@ def qwen3(family: str, tied: bool):
     return model, tokenizer, processor
 
 
-NAMES = {"visual.": "model.visual.", "model.": "model.language_model."}
+NAMES = {"visual.": "model.visual.", "language_model.": "model.language_model."}  # a base model's
+
+
+def transposed(name: str, value):
+    """Experts as the hub has them."""
+    return value.transpose(1, 2).contiguous() if "mlp.experts." in name else value
