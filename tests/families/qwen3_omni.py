@@ -51,6 +51,7 @@ _AUDIO = {
 
 
 def qwen3_omni_moe(family: str, tied: bool):
+    import torch
     from transformers import (
         Qwen3OmniMoeConfig,
         Qwen3OmniMoeForConditionalGeneration,
@@ -95,4 +96,8 @@ def qwen3_omni_moe(family: str, tied: bool):
             "decoder_dim": 16,
         },
     )
-    return Qwen3OmniMoeForConditionalGeneration(whole), tokenizer, processors
+    model = Qwen3OmniMoeForConditionalGeneration(whole)
+    for name, parameter in model.talker.named_parameters():
+        if ".experts." in name:  # HF's class leaves them as they are in memory
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model, tokenizer, processors
