@@ -30,6 +30,10 @@ _DEFAULTS = {
     "max_video_tokens": 128000,
 }
 
+# By the tower's model_type: Qwen2_5OmniProcessor and Qwen3OmniMoeProcessor take a step's seconds from the
+# rate that is asked for, or from these, and bound frames whatever the video processor says.
+_OMNI = {"qwen2_5_omni_vision_encoder": {"fps": 2.0}, "qwen3_omni_moe_vision_encoder": {"fps": 1.0}}
+
 
 @dataclass(frozen=True)
 class VideoSizing:
@@ -54,7 +58,8 @@ class GridVideoPreprocess(Preprocess):
     multiple of the frames that one patch joins.
 
     processor: the image processor of the checkpoint; resample, mean and deviation are its own. says_times:
-    whether the text says when frames are shown.
+    whether the text says when frames are shown. nominal: a step of a file lasts as long as at the wanted
+    rate, whatever rate its frames could be taken at.
     """
 
     modality = "video"
@@ -66,12 +71,13 @@ class GridVideoPreprocess(Preprocess):
         sizing: VideoSizing,
         formula: Formula = evenly,
         says_times: bool = False,
+        nominal: bool = False,
     ):
         self.processor, self.sampling, self.sizing = processor, sampling, sizing
-        self.formula, self.says_times = formula, says_times
+        self.formula, self.says_times, self.nominal = formula, says_times, nominal
         self.side = processor.patch_size * processor.merge_size
         self.temporal = processor.temporal_patch_size
-        self.settings = sampling, sizing, formula.__name__
+        self.settings = sampling, sizing, formula.__name__, nominal
         self._resized = sys.modules[type(processor).__module__].smart_resize
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, ...]:
@@ -93,6 +99,8 @@ class GridVideoPreprocess(Preprocess):
                 "video cannot be resized", f"{header.height} x {header.width}: {error}"
             ) from None
         taken = np.append(taken, np.repeat(taken[-1:], -len(taken) % self.temporal))
+        if self.nominal and not header.listed:
+            rate = self.sampling.fps
         times = tuple(header.times[taken].tolist()) if self.says_times else ()
         return Planned((len(taken), height, width), self.temporal / rate, times), taken
 
@@ -115,10 +123,17 @@ class GridVideoPreprocess(Preprocess):
         return np.zeros((3, *shape), dtype=np.float32)
 
 
-def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideoPreprocess:
+def grid_video_preprocess(
+    where: str, processor: Any, encoder: Any, model_type: str = ""
+) -> GridVideoPreprocess:
     """Of a checkpoint's video processor, in the files where transformers looks for it, within the
-    configuration's bounds. processor: its image processor."""
-    given, stored = encoder.processor, _DEFAULTS | stored_processor(encoder.path)
+    configuration's bounds. processor: its image processor. model_type: of the tower."""
+    given, omni = encoder.processor, _OMNI.get(model_type, {})
+    stored = _DEFAULTS | omni | stored_processor(encoder.path)
+    if omni:
+        side = processor.patch_size * processor.merge_size
+        stored |= {"size": {"shortest_edge": 128 * side**2, "longest_edge": 768 * side**2}}
+        stored |= {"min_pixels": None, "max_pixels": None}
     size = dict(_DEFAULTS["size"]) | dict(stored.get("size") or {})
     for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         values = (getattr(given, f"video_{key}"), getattr(given, key), stored.get(key))
@@ -147,9 +162,8 @@ def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideo
     sampling = FrameSampling(
         float(numbers["fps"]), numbers["min_frames"], numbers["max_frames"], processor.temporal_patch_size
     )
-    return GridVideoPreprocess(
-        processor, sampling, VideoSizing(size["shortest_edge"], size["longest_edge"], total)
-    )
+    sizing = VideoSizing(size["shortest_edge"], size["longest_edge"], total)
+    return GridVideoPreprocess(processor, sampling, sizing, nominal=bool(omni))
 
 
 def stored_processor(path: str) -> dict[str, Any]:

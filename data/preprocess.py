@@ -126,7 +126,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         if hf_config.get("spatial_merge_size"):
             processor = _load_image_processor(where, encoder)
             images = grid_preprocess(where, processor, encoder, hf_config)
-            return SeveralMedia({"image": images, "video": grid_video_preprocess(where, processor, encoder)})
+            videos = grid_video_preprocess(where, processor, encoder, hf_config.get("model_type", ""))
+            return SeveralMedia({"image": images, "video": videos})
         _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from data.model_text import ModelTextProcessor
+from data.omni_positions import ClockPositions
+from data.omni_text import OmniTextProcessor
 from data.placeholders import Placeholder, add_placeholders
 from data.positions import GridPositions
 from data.preprocess import Preprocess, build_preprocess
 from data.text import TextProcessor
 from omni_ds.errors import UserError
+from omni_ds.plan.clock import Clock
 
 
 def build_text(config: Any) -> TextProcessor:
@@ -32,12 +35,18 @@ def build_text(config: Any) -> TextProcessor:
 
 
 def build_model_text(
-    config: Any, tokens: Mapping[str, Mapping[str, int]], metas: Sequence[Any], *, grids: bool
+    config: Any,
+    tokens: Mapping[str, Mapping[str, int]],
+    metas: Sequence[Any],
+    *,
+    grids: bool,
+    clock: Clock | None = None,
 ) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
     tokens: encoder -> medium -> id of its placeholder. metas: `EncoderMeta`s. grids: whether features have
-    positions in the grids of their encoders (`GridPositions`); else positions count the tokens.
+    positions in the grids of their encoders (`GridPositions`), or with a clock `ClockPositions`; else
+    positions count the tokens.
     """
     model, data = config.omni.model, config.omni.data
     part = config.omni.llm.model_copy(
@@ -56,15 +65,20 @@ def build_model_text(
             name = meta.name if modality == meta.modality else f"{meta.name}.{modality}"
             word = tokenizer.convert_ids_to_tokens(token)
             placeholders[name] = Placeholder(meta.name, modality, word, token, added=False)
-    text = ModelTextProcessor(
-        tokenizer,
-        placeholders,
-        chat_template=read_template(data.chat_template) or processor_template(model.path),
-        chat_template_kwargs=data.chat_template_kwargs,
-        loss_on=data.loss_on,
-    )
+    given = {
+        "chat_template": read_template(data.chat_template) or processor_template(model.path),
+        "chat_template_kwargs": data.chat_template_kwargs,
+        "loss_on": data.loss_on,
+    }
+    seen = {meta.name: meta for meta in metas if meta.modality == "image"}
+    if clock is not None:
+        (temporal,) = {meta.temporal for meta in seen.values()}
+        text = OmniTextProcessor(tokenizer, placeholders, clock, temporal, **given)
+        text.positions = ClockPositions(seen, clock)
+        return text
+    text = ModelTextProcessor(tokenizer, placeholders, **given)
     if grids:
-        text.positions = GridPositions({meta.name: meta for meta in metas if meta.modality == "image"})
+        text.positions = GridPositions(seen)
     return text
 
 

@@ -68,6 +68,7 @@ class Multimodal:
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.llm_config.tie_word_embeddings = head.weight is embedding.weight
         find_family(self.llm_config)
+        self.clock = family.clock(config) if family.clock is not None else None
         self._prefixes = {"llm.lm_head.": f"{_name_of(self.model, head)}."}
         self.towers = self._find_parts()
 

@@ -2,20 +2,20 @@
 
 from models.families.base import ModelFamily
 from models.families.llava import llava_sections
+from models.families.qwen_omni import SPEECH, in_chunks, in_time
 
-_SPEECH = "it makes the speech of an answer, which is not trained"
 _QWEN2_5_OMNI = ModelFamily(
     "Qwen2_5OmniThinkerForConditionalGeneration",
-    grid_positions=True,
     inside="thinker_config",
-    unused={"talker.": _SPEECH, "token2wav.": _SPEECH},
+    unused={"talker.": SPEECH, "token2wav.": SPEECH},
     files=("spk_dict.pt",),
+    clock=in_chunks,
 )
 _QWEN3_OMNI = ModelFamily(
     "Qwen3OmniMoeThinkerForConditionalGeneration",
-    grid_positions=True,
     inside="thinker_config",
-    unused={"talker.": _SPEECH, "code2wav.": _SPEECH},
+    unused={"talker.": SPEECH, "code2wav.": SPEECH},
+    clock=in_time,
 )
 
 FAMILIES: dict[str, ModelFamily] = {

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from omni_ds.plan.clock import Clock
+
 Section = dict[str, Any]
 
 
@@ -24,7 +26,8 @@ class ModelFamily:
     be built. grid_positions: tokens of images have positions in time, height and width (mrope). inside: key
     of a larger model's config.json that holds the config of this one. unused: prefix of a tensor's name in
     the class, or in the checkpoint where the class has no such tensor -> why nothing is made of it. files:
-    of a checkpoint, which look like weights, but are not: an export has them.
+    of a checkpoint, which look like weights, but are not: an export has them. clock: config -> how positions
+    count the time of videos that may have sound.
     """
 
     model_class: str
@@ -33,3 +36,4 @@ class ModelFamily:
     inside: str = ""
     unused: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    clock: Callable[[PreTrainedConfig], Clock] | None = None

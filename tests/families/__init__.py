@@ -6,7 +6,7 @@ A family is one file and its lines in ``FAMILIES``; every test of families walks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
     those of ``make test`` (``make test-full`` has all). experts: its LLM has some. values: name and tensor
-    as saved -> the tensor that other releases wrote. seconds: of its longest clips."""
+    as saved -> the tensor that other releases wrote. seconds: of its longest clips. settings: what else its
+    configuration has under ``omni``."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
@@ -29,6 +30,7 @@ class TinyFamily:
     experts: bool = False
     values: Callable[[str, Any], Any] = lambda name, value: value
     seconds: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -46,15 +48,22 @@ FAMILIES = {
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
-    "qwen2_5_omni": TinyFamily(omni.qwen2_5_omni, omni.WHOLE_NAMES, ("image", "audio"), ("pp2tp2",)),
+    "qwen2_5_omni": TinyFamily(
+        omni.qwen2_5_omni,
+        omni.WHOLE_NAMES,
+        ("image", "audio", "video"),
+        ("pp2tp2",),
+        settings=omni.omni_settings(2.0),
+    ),
     "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
     "qwen3_omni_moe": TinyFamily(
         qwen3_omni.qwen3_omni_moe,
         omni.WHOLE_NAMES,
-        ("image", "audio"),
+        ("image", "audio", "video"),
         ("pp2ep2",),
         experts=True,
         seconds=2.5,
+        settings=omni.omni_settings(1.5),  # positions in time are fractions
     ),
 }
 
@@ -81,7 +90,9 @@ def make_model(
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media, FAMILIES[family].seconds)
+    known = FAMILIES[family]
+    sound = known.settings.get("data", {}).get("use_audio_in_video", False)
+    return write_rows(folder, count, known.media, known.seconds, sound)
 
 
 def towers_of(family: str) -> tuple[str, ...]:
@@ -114,6 +125,12 @@ def model_config(
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw
+
+
+def family_config(family: str, model: Path, rows: Path, output: Path, **omni: Any) -> dict[str, Any]:
+    """:func:`model_config` for a family."""
+    settings = merged(dict(FAMILIES[family].settings), omni)
+    return model_config(model, rows, output, FAMILIES[family].towers, **settings)
 
 
 def other_names(family: str, folder: Path) -> None:

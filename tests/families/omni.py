@@ -43,6 +43,15 @@ def omni_tokenizer(tokens: dict[str, str]) -> tuple[Any, dict[str, int]]:
     return tokenizer, {key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens.items()}
 
 
+def omni_settings(fps: float) -> dict[str, Any]:
+    """What a configuration says about videos, which are small and have sound."""
+    bounds = {"fps": fps, "video_min_pixels": 16 * 16, "video_max_pixels": 44 * 44}
+    return {
+        "encoders": {"vision": {"processor": bounds}},
+        "data": {"use_audio_in_video": True},
+    }
+
+
 def omni_processors(patch: int, files: dict[str, bytes]) -> Processors:
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -50,7 +59,7 @@ def omni_processors(patch: int, files: dict[str, bytes]) -> Processors:
     image = Qwen2VLImageProcessorPil(
         patch_size=patch, size={"shortest_edge": 16 * 16, "longest_edge": 44 * 44}
     )
-    audio = WhisperFeatureExtractor(feature_size=16, chunk_length=3, return_attention_mask=True)
+    audio = WhisperFeatureExtractor(feature_size=16, chunk_length=4, return_attention_mask=True)
     return Processors(image, audio, files)
 
 

@@ -65,6 +65,7 @@ def qwen3_omni_moe(family: str, tied: bool):
         vision_config=_VISION,
         audio_config=_AUDIO,
         tie_word_embeddings=tied,
+        position_id_per_seconds=13,
         **ids,
     )
     processors = omni_processors(4, {})

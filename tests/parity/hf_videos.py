@@ -14,7 +14,7 @@ from torch import Tensor
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 
 
-def hf_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, list[int], float]:
+def hf_video(value: Any, folder: Path, processor: Any, fps: float = FPS) -> tuple[Tensor, list[int], float]:
     """(patches [tokens, values], grid (t, h, w), seconds of a step of it) of a file's name, or of the names
     of frames with their rate.
 
@@ -26,7 +26,7 @@ def hf_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, list[int
         frames, rate = _read(folder / value)
         total = len(frames)
         most = math.floor(min(MAX_FRAMES, total) / temporal) * temporal
-        count = min(max(total / rate * FPS, MIN_FRAMES), most, total)
+        count = min(max(total / rate * fps, MIN_FRAMES), most, total)
         count = math.floor(count / temporal) * temporal
         indices = torch.arange(0, total, total / count).int().tolist()
         frames, rate = [frames[index] for index in indices], len(indices) / total * rate

@@ -56,14 +56,6 @@ class HFSamples:
             if found:
                 self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
 
-    @property
-    def _omni(self) -> bool:
-        return self.config.model_type.endswith("thinker")
-
-    @property
-    def _qwen3_omni(self) -> bool:
-        return self.config.model_type.startswith("qwen3_omni")
-
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
         row, tags = self.rows[number], "|".join(f"<{modality}>" for modality in self.tokens)
@@ -77,6 +69,12 @@ class HFSamples:
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        text, media = self.expand(text, row)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, **media, **self.more(ids, media)}
+
+    def expand(self, text: str, row: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+        """The text with as many placeholders as there are features, and the processed media."""
         media: dict[str, Tensor] = {}
         for modality, token in self.tokens.items():
             if given := row.get(f"{modality}s"):
@@ -84,16 +82,17 @@ class HFSamples:
                 counts = iter(self._counts(modality, made))
                 text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
                 media |= made
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        if not self._omni and ("image_grid_thw" in media or "video_grid_thw" in media):
-            types = torch.zeros_like(ids, dtype=torch.int)
-            for number, modality in enumerate(("image", "video"), 1):
-                token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
-                types = types.masked_fill(ids == token, number)
-            media["mm_token_type_ids"] = types
-        if self._omni:
-            media["attention_mask"] = torch.ones_like(ids)
-        return {"input_ids": ids, **media}
+        return text, media
+
+    def more(self, ids: Tensor, media: dict[str, Tensor]) -> dict[str, Any]:
+        """What else the model's forward wants."""
+        if "image_grid_thw" not in media and "video_grid_thw" not in media:
+            return {}
+        types = torch.zeros_like(ids, dtype=torch.int)
+        for number, modality in enumerate(("image", "video"), 1):
+            token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
+            types = types.masked_fill(ids == token, number)
+        return {"mm_token_type_ids": types}
 
     def _image(self, names: list[str]) -> dict[str, Tensor]:
         from PIL import Image
@@ -112,27 +111,15 @@ class HFSamples:
         return found
 
     def _audio(self, names: list[str]) -> dict[str, Tensor]:
-        """One by one: the features of a clip that is padded to another's length differ at its end."""
         import soundfile
-        from torch.nn.utils.rnn import pad_sequence
 
-        features, masks = [], []
-        padding: dict[str, Any] = {"padding": "max_length"}
-        if self._qwen3_omni:  # as Qwen3OmniMoeProcessor
-            padding = {"padding": True, "truncation": False}
-        for name in names:
-            made = self.processors["audio"](
-                soundfile.read(self.folder / name, dtype="float32")[0],
-                sampling_rate=16000,
-                return_attention_mask=True,
-                return_tensors="pt",
-                **padding,
-            )
-            features.append(made["input_features"][0].T)
-            masks.append(made["attention_mask"][0])
+        sounds = [soundfile.read(self.folder / name, dtype="float32")[0] for name in names]
+        made = self.processors["audio"](
+            sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+        )
         return {
-            "input_features": pad_sequence(features, batch_first=True).transpose(1, 2),
-            "feature_attention_mask": pad_sequence(masks, batch_first=True),
+            "input_features": made["input_features"],
+            "feature_attention_mask": made["attention_mask"],
         }
 
     def labels(self, ids: Tensor) -> Tensor:
@@ -146,11 +133,6 @@ class HFSamples:
         return labels
 
     def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
-        if modality == "audio" and self._qwen3_omni:
-            from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe
-
-            lengths = media["feature_attention_mask"].sum(-1)
-            return processing_qwen3_omni_moe._get_feat_extract_output_lengths(lengths).tolist()
         if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if f"{modality}_grid_thw" in media:
@@ -160,6 +142,15 @@ class HFSamples:
         whole = (vision.image_size // vision.patch_size) ** 2
         kept = self.config.vision_feature_select_strategy == "full" and vision.model_type.startswith("clip")
         return [whole + kept] * len(media["pixel_values"])
+
+
+def hf_samples(model: Path, rows: Path) -> HFSamples:
+    """Of the kind that the model's processor makes."""
+    from parity.hf_omni import OmniSamples
+    from transformers import AutoConfig
+
+    omni = "omni" in AutoConfig.from_pretrained(model).model_type
+    return (OmniSamples if omni else HFSamples)(model, rows)
 
 
 def section_of(name: str, omni: Any) -> Any:
@@ -180,7 +171,7 @@ def train_hf_model(
     torch.set_num_threads(1)
     hf = hf_model(model)
     hf.train()
-    samples, omni, base = HFSamples(model, rows), config.omni, config.optimizer.params["lr"]
+    samples, omni, base = hf_samples(model, rows), config.omni, config.optimizer.params["lr"]
     groups = []
     for name, parameter in hf.named_parameters():
         section = section_of(name, omni)

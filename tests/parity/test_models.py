@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_model, model_config, rows_of, towers_of
+from families import FAMILIES, family_config, make_model, rows_of, towers_of
 from parity.model_reference import train_hf_model
 from ranks import run_ranks
 from tiny import merged, write_config
@@ -57,7 +57,7 @@ def made(family: str, tied: bool = False, frozen: str = "") -> tuple[Path, Path,
     """(checkpoint, rows, configuration) of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
-    raw = model_config(model, rows, folder / "run", towers_of(family))
+    raw = family_config(family, model, rows, folder / "run")
     raw["omni"] = merged(raw["omni"], FROZEN.get(frozen, {}))
     return model, rows, write_config(raw, folder / "config.json")
 

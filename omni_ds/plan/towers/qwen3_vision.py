@@ -83,6 +83,7 @@ class Qwen3VisionMeta(QwenVisionMeta):
             patch=patch,
             channels=channels,
             levels=len(levels),
+            video=hf_config["model_type"].startswith("qwen3_omni"),
             temporal=temporal,
             full_layers=layers,
             table=isqrt(positions),
