@@ -1,7 +1,7 @@
 """How fast one GPU trains: our engine on packed, varying samples, and where the time goes.
 
     python benchmarks/single_gpu.py [--model composed,moe,frozen] [--budget 8192,16384] [--steps N]
-        [--recompute] [--compile off] [--profile] [--json PATH]
+        [--recompute encoders] [--profile] [--json PATH]
 
 Samples are drawn from seeds: text log-normal(5.5, 0.8) tokens between 32 and 2048, most with one image of
 varying size or one recording of up to 30 s; weights are fresh, media are noise that is already on the device:
@@ -108,9 +108,10 @@ def run_configuration(parts: dict, longest: int, budget: int, options: argparse.
         "gradient_clipping": 1.0,
         "bf16": {"enabled": not options.tiny},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute)},
+        "pipeline": {"stages": 1, "activation_checkpoint_interval": int(options.recompute == "all")},
         "omni": {
             **parts,
+            "encoder_parallel": {"recompute": options.recompute != "none"},
             "data": {
                 "train": [{"path": "none"}],
                 "max_length": longest,
@@ -212,7 +213,7 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
     return {
         "model": model,
         "budget": budget,
-        "recompute": bool(options.recompute),
+        "recompute": options.recompute,
         "micro_batches": step.plan.micro_batches,
         "tokens": tokens,
         "seconds": middle,
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--budget", default="16384", help="tokens of a micro-batch; several with commas")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=3)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", choices=("none", "encoders", "all"), default="none")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--loop", action="store_true", help="also the same modules in a loop by hand")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")

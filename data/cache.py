@@ -28,5 +28,9 @@ class BoundedCache:
             self._weight -= self._entries.popitem(last=False)[1][1]
         return value
 
+    def clear(self) -> None:
+        self._entries.clear()
+        self._weight = 0
+
     def __len__(self) -> int:
         return len(self._entries)

@@ -13,7 +13,7 @@ from data.cache import BoundedCache
 from data.errors import MediaError, RowError
 from data.index_build import Measurer
 from data.index_store import IndexPart
-from data.preprocess import Preprocess
+from data.planned import Planned, Preprocess
 from data.rows import Sample
 from data.source_index import SourceIndex
 from data.text import TextProcessor
@@ -124,9 +124,21 @@ class IndexedDataset:
         """Numbers of one sample; nothing is read."""
         _, index, local = self._find(row)
         items = []
-        for ordinal, (encoder, shape, offset) in enumerate(index.items(local)):
-            segments, rows = self._measure(encoder, shape)
-            items.append(Item(row, ordinal, encoder, shape, segments, rows, ((offset, rows),)))
+        for ordinal, known in enumerate(index.items(local)):
+            segments, rows = self._measure(known.encoder, known.shape)
+            items.append(
+                Item(
+                    row,
+                    ordinal,
+                    known.encoder,
+                    known.shape,
+                    segments,
+                    rows,
+                    known.spans,
+                    seconds=known.seconds,
+                    times=known.times,
+                )
+            )
         return SampleMeta(
             row,
             int(index.tokens[local]),
@@ -145,27 +157,28 @@ class IndexedDataset:
     def encode(self, row: int) -> EncodedSample:
         """Token ids and labels, exactly as measured. RowError when the data file has changed since."""
         meta = self.meta(row)
+        planned = [Planned(item.shape, item.seconds, item.times, item.rows) for item in meta.items]
         changed = f"{self.where(row)}; start again to index the new content"
         try:
             tokenised = self._tokenised.get(
                 row,
-                lambda: self.text.tokenise(self._sample(row), verify=False),
+                lambda: self.text.tokenise(self._sample(row), planned, verify=False),
                 lambda made: len(made.ids),
             )
-            input_ids, labels, offsets = tokenised.expand([item.rows for item in meta.items])
+            input_ids, labels, spans = tokenised.expand([item.rows for item in meta.items])
         except (RowError, ValueError, OSError) as error:
             raise RowError("row has changed since it was indexed", f"{changed} ({error})") from None
-        spans = tuple(item.spans[0][0] for item in meta.items)
         if (
             len(input_ids) != meta.tokens
             or int((labels >= 0).sum()) != meta.target_tokens
-            or offsets != spans
+            or spans != tuple(item.spans for item in meta.items)
         ):
             raise RowError("row has changed since it was indexed", changed)
         return EncodedSample(input_ids, labels, meta, self.text.positions(meta))
 
     def load_media(self, row: int, ordinal: int) -> np.ndarray:
-        """float32 of the planned shape, image [3, height, width], audio [n_mels, frames]; not to be changed.
+        """float32 of the planned shape, image [3, height, width], video [3, frames, height, width], audio
+        [n_mels, frames]; not to be changed.
 
         MediaError when it cannot be decoded.
         """

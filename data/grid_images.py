@@ -8,10 +8,11 @@ import numpy as np
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
+from data.planned import Preprocess
 from omni_ds.errors import UserError
 
 
-class GridImagePreprocess:
+class GridImagePreprocess(Preprocess):
     """An HF image processor that keeps proportions, rounds sides to whole cells and bounds the pixels.
 
     The processor returns patches in the order of the tower; the image is put together of them again, so that

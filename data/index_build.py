@@ -9,14 +9,15 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from data.cache import BoundedCache
 from data.errors import MediaError, RowError
-from data.index_store import IndexPart, Record, Skip
+from data.index_store import IndexedItem, IndexPart, Record, Skip
 from data.media import MediaHeader, MediaRef, read_header
-from data.preprocess import Preprocess
+from data.planned import Planned, Preprocess
 from data.rows import RowReader
 from data.sources import Source
 from data.text import TextProcessor
@@ -40,7 +41,7 @@ class Measurer:
     metas: Mapping[str, Any]
     max_length: int
     max_tokens_per_micro_batch: int
-    _headers: dict[tuple[str, str], MediaHeader] = field(default_factory=dict, repr=False)
+    _headers: BoundedCache = field(default_factory=lambda: BoundedCache(_HEADERS), repr=False)
 
     def measure(self, row: int) -> Record | Skip:
         try:
@@ -50,18 +51,11 @@ class Measurer:
 
     def _measure(self, row: int) -> Record:
         sample = self.reader.read(self.source[row])
-        tokenised = self.text.tokenise(sample)
-        encoders = {p.modality: name for name, p in self.text.placeholders.items()}
-        shapes, counts = [], []
-        for ref in sample.media:
-            encoder = encoders[ref.modality]
-            shape = self.media[encoder].plan_shape(self._header(ref))
-            try:
-                counts.append(self.metas[encoder].measure(shape)[1])
-            except UserError as error:
-                raise MediaError(f"{ref.modality} does not fit its encoder", str(error)) from None
-            shapes.append((encoder, shape))
-        input_ids, labels, offsets = tokenised.expand(counts)
+        encoders = {p.modality: p.encoder for p in self.text.placeholders.values()}
+        names = [encoders[ref.modality] for ref in sample.media]
+        planned = [self._planned(name, ref) for name, ref in zip(names, sample.media, strict=True)]
+        tokenised = self.text.tokenise(sample, planned)
+        input_ids, labels, spans = tokenised.expand([each.rows for each in planned])
         tokens = len(input_ids)
         if tokens > self.max_length:
             raise RowError("longer than max_length", f"{tokens} tokens, {self.max_length} allowed")
@@ -71,20 +65,24 @@ class Measurer:
                 f"{tokens} tokens, {self.max_tokens_per_micro_batch} allowed",
             )
         items = tuple(
-            (encoder, shape, offset) for (encoder, shape), offset in zip(shapes, offsets, strict=True)
+            IndexedItem(name, each.shape, where, each.seconds, each.times)
+            for name, each, where in zip(names, planned, spans, strict=True)
         )
         return Record(row, tokens, int((labels >= 0).sum()), sample.task, items)
+
+    def _planned(self, encoder: str, ref: MediaRef) -> Planned:
+        planned = self.media[encoder].plan(self._header(ref))
+        try:
+            return replace(planned, rows=self.metas[encoder].measure(planned.shape)[1])
+        except UserError as error:
+            raise MediaError(f"{ref.modality} does not fit its encoder", str(error)) from None
 
     def _header(self, ref: MediaRef) -> MediaHeader:
         """Files that several rows share are looked at once."""
         if ref.path is None:
             return read_header(ref)
         key = ref.modality, ref.path
-        if key not in self._headers:
-            if len(self._headers) >= _HEADERS:
-                self._headers.clear()
-            self._headers[key] = read_header(ref)
-        return self._headers[key]
+        return self._headers.get(key, lambda: read_header(ref), lambda made: 1 + len(made.times) // 32)
 
     def measure_chunk(self, rows: range) -> IndexPart:
         return IndexPart.from_results([self.measure(row) for row in rows], list(self.media))

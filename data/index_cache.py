@@ -12,7 +12,7 @@ from data import index_layout
 from data.sources import Source
 from data.text import TextProcessor
 
-VERSION = 2  # of the file format and of everything that decides its content
+VERSION = 3  # of the file format and of everything that decides its content
 _LEARNING_ONLY = (
     "tower_trainable",
     "projector_trainable",
@@ -76,13 +76,7 @@ def fingerprint(
         name: {key: value for key, value in asdict(meta).items() if key not in _LEARNING_ONLY}
         for name, meta in metas.items()
     }
-    processors = {
-        name: [
-            p.processor.to_dict(),
-            {k: v for k, v in vars(p).items() if k in ("max_seconds", "pad_to_window", "sizing")},
-        ]
-        for name, p in media.items()
-    }
+    processors = {name: [p.processor.to_dict(), p.settings] for name, p in media.items()}
     parts = [
         VERSION, index_layout.BLOCK_ROWS, index_layout.MAX_BLOCKS, index_layout.CHUNK, source.fingerprint,
         type(text).__name__, reading, tokenizer, text.tokenizer.special_tokens_map, text.chat_template,

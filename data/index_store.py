@@ -8,12 +8,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_DTYPES = {"I64": np.int64, "I32": np.int32, "I16": np.int16}  # safetensors' names of those used here
+_DTYPES = {
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "F64": np.float64,
+}  # safetensors' names of those used here
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,26 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class IndexedItem:
+    """Numbers of one medium. spans: (token offset, feature rows) of each run of its placeholders. seconds,
+    times: as in `Planned`."""
+
+    encoder: str
+    shape: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    seconds: float = 0.0
+    times: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
-    """Numbers of one usable row. items: (encoder, shape, token offset) by ordinal."""
+    """Numbers of one usable row. items: by ordinal."""
 
     row: int
     tokens: int
     target_tokens: int
     task: str
-    items: tuple[tuple[str, tuple[int, ...], int], ...]
+    items: tuple[IndexedItem, ...]
 
 
 @dataclass
@@ -44,9 +62,10 @@ class IndexPart:
     """Columns over usable rows [n] of a source and over their media [m].
 
     rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
-    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 2] (-1: no second side),
-    item_offsets [m]. skipped: rows by reason; examples: the first skips of each reason; media_skips: rows
-    skipped for their media. Arrays of a part that was read are views of the file and cannot be written.
+    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 3] (-1: no such side),
+    item_seconds [m]. span_starts, time_starts: [m + 1], into spans [s, 2] and times [t]. skipped: rows by
+    reason; examples: the first skips of each reason; media_skips: rows skipped for their media. Arrays of a
+    part that was read are views of the file and cannot be written.
     """
 
     rows: np.ndarray
@@ -56,7 +75,11 @@ class IndexPart:
     item_starts: np.ndarray
     item_encoders: np.ndarray
     item_shapes: np.ndarray
-    item_offsets: np.ndarray
+    item_seconds: np.ndarray
+    span_starts: np.ndarray
+    spans: np.ndarray
+    time_starts: np.ndarray
+    times: np.ndarray
     media_skips: np.ndarray
     encoder_names: list[str]
     task_names: list[str]
@@ -73,16 +96,30 @@ class IndexPart:
             hashed.update(np.ascontiguousarray(array).tobytes())
         return hashed.hexdigest()
 
-    def items(self, index: int) -> list[tuple[str, tuple[int, ...], int]]:
-        """(encoder, shape, token offset) of each medium of usable row number `index`."""
-        span = range(self.item_starts[index], self.item_starts[index + 1])
+    def items(self, index: int) -> list[IndexedItem]:
+        """Each medium of usable row number `index`."""
+        start, stop = self.item_starts[index : index + 2].tolist()
+        if start == stop:
+            return []
+        here = slice(start, stop)
+        spans = _cut(self.spans, self.span_starts[start : stop + 1].tolist())
+        times = _cut(self.times, self.time_starts[start : stop + 1].tolist())
         return [
-            (
-                self.encoder_names[self.item_encoders[i]],
-                tuple(int(side) for side in self.item_shapes[i] if side >= 0),
-                int(self.item_offsets[i]),
+            IndexedItem(
+                self.encoder_names[encoder],
+                tuple([side for side in shape if side >= 0]),
+                tuple([(offset, length) for offset, length in places]),
+                seconds,
+                tuple(moments),
             )
-            for i in span
+            for encoder, shape, seconds, places, moments in zip(
+                self.item_encoders[here].tolist(),
+                self.item_shapes[here].tolist(),
+                self.item_seconds[here].tolist(),
+                spans,
+                times,
+                strict=True,
+            )
         ]
 
     @classmethod
@@ -92,16 +129,20 @@ class IndexPart:
         items = [item for record in records for item in record.items]
         names, tasks = list(encoder_names), sorted({record.task for record in records})
         numbers = {task: number for number, task in enumerate(tasks)}
-        shapes = [(*shape, -1)[:2] for _, shape, _ in items]
+        shapes = [(*item.shape, -1, -1)[:3] for item in items]
         return cls(
             rows=np.array([record.row for record in records], dtype=np.int64),
             tokens=np.array([record.tokens for record in records], dtype=np.int32),
             target_tokens=np.array([record.target_tokens for record in records], dtype=np.int32),
             tasks=np.array([numbers[record.task] for record in records], dtype=np.int32),
-            item_starts=np.cumsum([0] + [len(record.items) for record in records], dtype=np.int64),
-            item_encoders=np.array([names.index(encoder) for encoder, _, _ in items], dtype=np.int16),
-            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 2),
-            item_offsets=np.array([offset for _, _, offset in items], dtype=np.int32),
+            item_starts=_starts([record.items for record in records]),
+            item_encoders=np.array([names.index(item.encoder) for item in items], dtype=np.int16),
+            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 3),
+            item_seconds=np.array([item.seconds for item in items], dtype=np.float64),
+            span_starts=_starts([item.spans for item in items]),
+            spans=np.array([s for item in items for s in item.spans], dtype=np.int32).reshape(-1, 2),
+            time_starts=_starts([item.times for item in items]),
+            times=np.array([time for item in items for time in item.times], dtype=np.float64),
             media_skips=np.array([skip.row for skip in skips if skip.media], dtype=np.int64),
             encoder_names=names,
             task_names=tasks,
@@ -121,14 +162,10 @@ class IndexPart:
             np.array([numbers[task] for task in part.task_names], dtype=np.int32)[part.tasks]
             for part in parts
         ]
-        starts, before = [np.zeros(1, dtype=np.int64)], 0
-        for part in parts:
-            starts.append(part.item_starts[1:] + before)
-            before += len(part.item_offsets)
         return cls(
             **arrays,
             tasks=np.concatenate(renumbered),
-            item_starts=np.concatenate(starts),
+            **{name: _joined_starts([getattr(part, name) for part in parts]) for name in _STARTS},
             encoder_names=parts[0].encoder_names,
             task_names=tasks,
             skipped=sum((part.skipped for part in parts), Counter()),
@@ -178,9 +215,34 @@ def _view(mapped: mmap.mmap, base: int, entry: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(mapped, _DTYPES[entry["dtype"]], count, start).reshape(shape)
 
 
+_STARTS = ("item_starts", "span_starts", "time_starts")
+
+
+def _starts(groups: Sequence[Sequence[Any]]) -> np.ndarray:
+    """Where each group begins in all of them one after the other, and where the last ends, int64."""
+    return np.cumsum([0] + [len(group) for group in groups], dtype=np.int64)
+
+
+def _cut(values: np.ndarray, starts: list[int]) -> list[list[Any]]:
+    """The groups between consecutive starts; numpy is asked once for all."""
+    listed = values[starts[0] : starts[-1]].tolist() if starts[-1] > starts[0] else []
+    return [listed[low - starts[0] : high - starts[0]] for low, high in pairwise(starts)]
+
+
+def _joined_starts(all_starts: Sequence[np.ndarray]) -> np.ndarray:
+    joined, before = [np.zeros(1, dtype=np.int64)], 0
+    for starts in all_starts:
+        joined.append(starts[1:] + before)
+        before += starts[-1]
+    return np.concatenate(joined)
+
+
 def _shared_columns() -> tuple[str, ...]:
     """Columns whose values mean the same in every part of a source."""
-    return ("rows", "tokens", "target_tokens", "item_encoders", "item_shapes", "item_offsets", "media_skips")
+    return (
+        "rows", "tokens", "target_tokens", "item_encoders", "item_shapes", "item_seconds", "spans", "times",
+        "media_skips",
+    )  # fmt: skip
 
 
 def _first_of_each(skips: Sequence[Skip], count: int = 3) -> list[Skip]:

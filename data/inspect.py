@@ -1,5 +1,6 @@
 """Samples as the model sees them, for `--inspect`: tokens with targets marked, media with rows, positions."""
 
+from itertools import groupby
 from typing import Any
 
 from data.dataset import IndexedDataset
@@ -47,15 +48,30 @@ def inspect_sample(dataset: IndexedDataset, row: int) -> str:
 
 
 def _item_line(item) -> str:
-    size = (
-        f"{item.shape[0]} x {item.shape[1]} pixels" if len(item.shape) == 2 else f"{item.shape[0]} mel frames"
-    )
-    ((start, length),) = item.spans
-    segments = " + ".join(map(str, item.segments))
+    segments = _runs(item.segments)
+    places = ", ".join(f"{start} to {start + length - 1}" for start, length in item.spans)
     return (
-        f"medium {item.ordinal}: {item.encoder}, {size}, {segments} encoder tokens, {item.rows} feature rows "
-        f"at positions {start} to {start + length - 1}"
+        f"medium {item.ordinal}: {item.encoder}, {_size(item)}, {segments} encoder tokens, {item.rows} "
+        f"feature rows at positions {places}"
     )
+
+
+def _size(item) -> str:
+    if len(item.shape) == 1:
+        return f"{item.shape[0]} mel frames"
+    pixels = f"{item.shape[-2]} x {item.shape[-1]} pixels"
+    if len(item.shape) == 2:
+        return pixels
+    return f"{item.shape[0]} frames of {pixels}, {item.seconds:.4g} s a step"
+
+
+def _runs(segments) -> str:
+    """12 + 12 + 12 + 8 as 3 * 12 + 8."""
+    words = []
+    for length, same in groupby(segments):
+        count = len(list(same))
+        words += [f"{count} * {length}"] if count > 2 else [str(length)] * count
+    return " + ".join(words)
 
 
 def _marked(tokenizer: Any, ids: list[int], predicted: list[bool], meta: SampleMeta) -> str:

@@ -28,12 +28,11 @@ class StepBatch:
     """One global batch as one rank sees it.
 
     packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
-    float32 tensors (image [3, height, width], audio [n_mels, frames]) of the rank's share, in share order; no
-    entry where it has none. long_media: window -> of the media that it encodes slices of (work_of) the pixel
-    rows that it needs (EncoderMeta.slice_pixels).
-    failed: (dataset row, reason), one a row, of media that this rank should have
-    decoded (zeros instead) and of rows of its replica that are no longer what was indexed. plan_seconds: what
-    planning the step took.
+    float32 tensors (image [3, height, width], video [3, frames, height, width], audio [n_mels, frames]) of
+    the rank's share, in share order; no entry where it has none. long_media: window -> of the media that it
+    encodes slices of (work_of) the pixel rows that it needs (EncoderMeta.slice_pixels). failed: (dataset row,
+    reason), one a row, of media that this rank should have decoded (zeros instead) and of rows of its replica
+    that are no longer what was indexed. plan_seconds: what planning the step took.
     """
 
     step_plan: StepPlan
@@ -122,14 +121,14 @@ class _Steps(Dataset, ABC):
             for placed in work_of(step_plan, self.rank, window.index):
                 item = placed.item
                 medium = (item.row, item.ordinal)
-                if last[0] != medium:  # parts of one recording follow each other
+                if last[0] != medium:  # parts of one medium follow each other
                     value, reason = self._decoded(*medium)
                     last = (medium, value)
                     if reason is not None:
                         failed[item.row] = reason
                 value = last[1]
-                if item.start or value.shape[-1] > item.shape[-1]:
-                    value = value[..., item.start : item.start + item.shape[-1]]
+                if item.start or value.shape[1] > item.shape[0]:
+                    value = value[:, item.start : item.start + item.shape[0]]
                 if item.gang > 1:
                     first, stop = encoders[item.encoder].slice_pixels(item.shape, item.gang, item.slice)
                     value = value[:, first:stop]

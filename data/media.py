@@ -1,10 +1,13 @@
-"""Media of a row: where they are, what their headers say, and their decoded content (PIL, soundfile)."""
+"""Media of a row: where they are, what their headers say, and their decoded content (PIL, soundfile).
+
+Video files are read in `data/video.py`, their sound in `data/audio_track.py`.
+"""
 
 import base64
 import binascii
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One medium of a row; exactly one of path, content (encoded file) and array (decoded) is set.
+    """One medium of a row; exactly one of path, content (encoded file), array (decoded) and frames is set.
 
-    array: image [height, width(, channels)] uint8, or audio [samples(, channels)] float in [-1, 1].
+    array: image [height, width(, channels)] uint8, or audio [samples(, channels)] float in [-1, 1]. frames:
+    images of a video that is given as a list; fps: how many of them make a second, None when the row does
+    not say. track: an audio that is the sound of a video file.
     """
 
     modality: str
@@ -29,17 +34,28 @@ class MediaRef:
     content: bytes | None = field(default=None, repr=False)
     array: np.ndarray | None = field(default=None, repr=False)
     sampling_rate: int | None = None
+    frames: "tuple[MediaRef, ...] | None" = field(default=None, repr=False)
+    fps: float | None = None
+    track: bool = False
+
+    def sound(self) -> "MediaRef":
+        """The audio track of a video file, as an audio of its own."""
+        return replace(self, modality="audio", track=True)
 
     def __str__(self) -> str:
         if self.path is not None:
             return self.path
+        if self.frames is not None:
+            return f"{len(self.frames)} frames, the first {self.frames[0]}"
         return f"{len(self.content)} bytes" if self.content is not None else f"array {self.array.shape}"
 
 
 @dataclass(frozen=True)
 class MediaHeader:
     """Image: height and width in pixels as displayed (EXIF rotation applied). Audio: samples per channel,
-    rate in Hz.
+    rate in Hz. Video: height and width of a frame as displayed; times: float64 [frames], seconds since the
+    first, not decreasing; fps: frames per second on average, 0.0 for a list of frames that does not say;
+    listed: whether it is such a list.
     """
 
     modality: str
@@ -47,11 +63,14 @@ class MediaHeader:
     width: int = 0
     samples: int = 0
     sampling_rate: int = 0
+    times: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
+    fps: float = 0.0
+    listed: bool = False
 
 
 def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:
     """A medium as it stands in a row: path, file or data URL, bytes, base64, HF feature dict, array, PIL
-    image.
+    image; a video also as a list of images or an array of them.
     """
     if isinstance(value, str):
         return _from_string(modality, value, media_dir)
@@ -59,6 +78,8 @@ def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:
         return MediaRef(modality, content=bytes(value))
     if isinstance(value, Image.Image):
         return MediaRef(modality, array=np.asarray(_rgb(_displayed(value))))
+    if modality == "video" and isinstance(value, np.ndarray | Sequence):
+        return _from_frames(value, None, media_dir)
     if isinstance(value, np.ndarray):
         if modality == "audio":
             raise RowError("audio array without sampling_rate", 'give {"array": ..., "sampling_rate": ...}')
@@ -70,6 +91,13 @@ def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:
 
 def _from_mapping(modality: str, value: Mapping[str, Any], media_dir: Path) -> MediaRef:
     given = {key: entry for key, entry in value.items() if entry is not None}
+    frames = next((given[key] for key in ("frames", "array") if key in given), None)
+    if modality == "video" and frames is not None:
+        return _from_frames(frames, given.get("fps"), media_dir)
+    if modality == "video" and "fps" in given:
+        raise RowError(
+            "fps of a video file", "its frames say when they are shown; fps goes with a list of frames"
+        )
     if "bytes" in given:
         return MediaRef(modality, content=bytes(given["bytes"]))
     if "array" in given:
@@ -85,6 +113,15 @@ def _from_mapping(modality: str, value: Mapping[str, Any], media_dir: Path) -> M
     raise RowError(
         f"{modality} of unknown form", f"an object with the keys {sorted(value)}; give path or bytes"
     )
+
+
+def _from_frames(frames: Sequence[Any], fps: Any, media_dir: Path) -> MediaRef:
+    if len(frames) == 0:
+        raise RowError("video without frames")
+    if fps is not None and not (isinstance(fps, int | float) and fps > 0):
+        raise RowError("fps of a video is not a positive number", repr(fps))
+    refs = tuple(media_ref("image", frame, media_dir) for frame in frames)
+    return MediaRef("video", frames=refs, fps=None if fps is None else float(fps))
 
 
 def _from_string(modality: str, value: str, media_dir: Path) -> MediaRef:
@@ -106,11 +143,16 @@ def _base64(modality: str, text: str) -> bytes:
 
 
 def read_header(ref: MediaRef) -> MediaHeader:
-    """Size or duration from the file's header alone; MediaError when there is none."""
+    """Size or duration from the file's header alone (video: its packets'); MediaError when there is none."""
+    if ref.modality == "video":
+        from data.video import video_header
+
+        return video_header(ref)
     return _image_header(ref) if ref.modality == "image" else _audio_header(ref)
 
 
-def _open(ref: MediaRef) -> Any:
+def open_file(ref: MediaRef) -> Any:
+    """Path or in-memory file of a medium that is not decoded; MediaError when there is no file."""
     if ref.content is not None:
         return io.BytesIO(ref.content)
     if not Path(ref.path).is_file():
@@ -122,7 +164,7 @@ def _image_header(ref: MediaRef) -> MediaHeader:
     if ref.array is not None:
         height, width = _channels_last(ref.array).shape[:2]
         return MediaHeader("image", height=height, width=width)
-    file = _open(ref)
+    file = open_file(ref)
     try:
         with Image.open(file) as image:
             width, height = _stored_size(image)
@@ -167,9 +209,13 @@ def _says_orientation(image: Image.Image) -> bool:
 def _audio_header(ref: MediaRef) -> MediaHeader:
     if ref.array is not None:
         return MediaHeader("audio", samples=ref.array.shape[0], sampling_rate=ref.sampling_rate)
+    if ref.track:
+        from data.audio_track import track_header
+
+        return track_header(ref)
     import soundfile
 
-    file = _open(ref)
+    file = open_file(ref)
     try:
         info = soundfile.info(file)
     except Exception as error:
@@ -185,7 +231,7 @@ def decode_image(ref: MediaRef) -> Image.Image:
     """RGB image as displayed. MediaError when the file is damaged."""
     if ref.array is not None:
         return _rgb(Image.fromarray(_channels_last(ref.array)))
-    file = _open(ref)
+    file = open_file(ref)
     try:
         with Image.open(file) as image:
             image.load()
@@ -231,9 +277,13 @@ def decode_audio(ref: MediaRef, sampling_rate: int) -> np.ndarray:
 def _decoded(ref: MediaRef) -> tuple[np.ndarray, int]:
     if ref.array is not None:
         return ref.array.astype(np.float32), ref.sampling_rate
+    if ref.track:
+        from data.audio_track import decode_track
+
+        return decode_track(ref)
     import soundfile
 
-    file = _open(ref)
+    file = open_file(ref)
     try:
         samples, rate = soundfile.read(file, dtype="float32")
     except Exception as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 from data.errors import RowError
 from data.media import MediaRef
+from data.planned import Planned
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
 from data.text import TextProcessor, Tokenised, any_of
 
@@ -18,14 +19,14 @@ class ModelTextProcessor(TextProcessor):
     contain a placeholder.
     """
 
-    def tokenise(self, sample: Sample, *, verify: bool = True) -> Tokenised:
+    def tokenise(self, sample: Sample, planned: Sequence[Planned] = (), *, verify: bool = True) -> Tokenised:
         texts = [message["content"] or "" for message in sample.messages or ()] + [sample.text or ""]
         for text in texts:
             if found := self._own().search(text):
                 raise RowError("text contains a placeholder token", f"{found[0]!r} stands for media alone")
         if sample.messages is None and sample.media:
             raise RowError("media in plain text", "use messages: the chat template says what surrounds media")
-        return super().tokenise(sample, verify=verify)
+        return super().tokenise(sample, planned, verify=verify)
 
     def _own(self) -> re.Pattern[str]:
         return any_of(placeholder.token for placeholder in self.placeholders.values())

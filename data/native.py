@@ -11,10 +11,11 @@ from PIL import Image
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_image
+from data.planned import Preprocess
 from omni_ds.plan.image_size import Sizing, smart_size
 
 
-class NativeImagePreprocess:
+class NativeImagePreprocess(Preprocess):
     """Makes arrays of the size that `sizing` gives an image.
 
     processor: HF image processor, for resampling, rescaling, mean and deviation.
@@ -25,6 +26,7 @@ class NativeImagePreprocess:
     def __init__(self, processor: Any, sizing: Sizing):
         self.processor = processor
         self.sizing = sizing
+        self.settings = sizing
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, int]:
         return sized(self.sizing, header.height, header.width)

@@ -6,9 +6,10 @@ import numpy as np
 
 from data.errors import MediaError
 from data.media import MediaHeader, MediaRef, decode_audio
+from data.planned import Preprocess
 
 
-class PaddedAudioPreprocess:
+class PaddedAudioPreprocess(Preprocess):
     """A Whisper feature extractor that fills its window with silence.
 
     reach: frames behind the sound that the tower's convolutions see. max_seconds: longer clips are refused,
@@ -21,6 +22,7 @@ class PaddedAudioPreprocess:
         self.processor = processor
         self.max_seconds = min(max_seconds, processor.n_samples / processor.sampling_rate)
         self.reach = reach
+        self.settings = self.max_seconds
 
     def plan_shape(self, header: MediaHeader) -> tuple[int]:
         seconds = header.samples / header.sampling_rate

@@ -1,6 +1,7 @@
 """Positions of a sample's tokens, from its numbers alone."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,19 @@ def sequence_positions(meta: SampleMeta) -> np.ndarray:
 
 
 class GridPositions:
-    """[3, tokens]: time, height and width, as Qwen2-VL's `get_rope_index` numbers them (mrope).
+    """[3, tokens]: time, height and width, as `get_rope_index` of Qwen2-VL and Qwen2.5-VL numbers them
+    (mrope).
 
-    All three count on over text. The rows of an image have one time, and their place in its grid as height
-    and width; the text behind it goes on after the larger side. sides: encoder -> pixels of a grid cell.
+    All three count on over text. A feature row has its step in the grid as time, and its place in its frame
+    as height and width; the text behind it goes on after the larger side. Of a video, each run of
+    placeholders begins anew and has an equal share of the steps.
+
+    grids: encoder -> its numbers: `side`, pixels of a grid cell; `tokens_per_second`, time positions that a
+    second of video has, 0 where each step has one.
     """
 
-    def __init__(self, sides: Mapping[str, int]):
-        self.sides = dict(sides)
+    def __init__(self, grids: Mapping[str, Any]):
+        self.grids = dict(grids)
 
     def __call__(self, meta: SampleMeta) -> np.ndarray:
         pieces, token, position = [], 0, 0
@@ -33,13 +39,25 @@ class GridPositions:
             pieces.append(np.tile(np.arange(stop - token) + position, (3, 1)))
             position += stop - token
 
-        for item in sorted(meta.items, key=lambda item: item.spans[0]):
-            ((start, length),) = item.spans
+        runs = [(span, item) for item in meta.items for span in item.spans]
+        for (start, length), item in sorted(runs, key=lambda run: run[0]):
             text(start)
-            rows, columns = (pixels // self.sides[item.encoder] for pixels in item.shape)
-            grid = np.indices((1, rows, columns), dtype=np.int64).reshape(3, -1)
-            assert grid.shape[1] == length, f"{length} rows for a grid of {rows} x {columns}"
+            numbers = self.grids[item.encoder]
+            rows, columns = (pixels // numbers.side for pixels in item.shape[-2:])
+            steps, rest = divmod(length, rows * columns)
+            assert not rest, f"{length} rows for grids of {rows} x {columns}"
+            grid = np.indices((steps, rows, columns), dtype=np.int64).reshape(3, -1)
+            if len(item.shape) == 3:
+                grid[0] = _times(steps, item.seconds, numbers.tokens_per_second)[grid[0]]
             pieces.append(grid + position)
             token, position = start + length, position + max(rows, columns)
         text(meta.tokens)
         return np.concatenate(pieces, axis=1)
+
+
+def _times(steps: int, seconds: float, tokens_per_second: float) -> np.ndarray:
+    """Positions in time of the steps of a video's grid, int64; in float32, as HF multiplies them."""
+    if not tokens_per_second:
+        return np.arange(steps)
+    interval = np.float32(tokens_per_second) * np.float32(seconds)
+    return (np.arange(steps, dtype=np.float32) * interval).astype(np.int64)

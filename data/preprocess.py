@@ -7,40 +7,25 @@ decoded later is cut or padded to it.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from data.errors import MediaError
 from data.grid_images import grid_preprocess
+from data.grid_videos import grid_video_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
 from data.padded_audio import PaddedAudioPreprocess
+from data.planned import Preprocess, SeveralMedia
+from omni_ds.config.limits import VIDEO_OPTIONS
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import read_geometry, tower_config
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
 from omni_ds.plan.towers.qwen_audio import REACH
 
 
-class Preprocess(Protocol):
-    """One encoder's preprocessing. processor: the HF object, for the export."""
-
-    modality: str
-    processor: Any
-
-    def plan_shape(self, header: MediaHeader) -> tuple[int, ...]:
-        """Image (height, width) in pixels, audio (mel_frames,). MediaError when the medium cannot be used."""
-
-    def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
-        """float32, image [3, height, width], audio [n_mels, mel_frames]. MediaError when it cannot be
-        decoded.
-        """
-
-    def blank(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Zeros in the form of `load`, for a medium that failed."""
-
-
-class ImagePreprocess:
+class ImagePreprocess(Preprocess):
     """An HF image processor (PIL back end) that resizes, crops and normalises one image to one array."""
 
     modality = "image"
@@ -74,7 +59,7 @@ class ImagePreprocess:
         return np.zeros((3, *shape), dtype=np.float32)
 
 
-class AudioPreprocess:
+class AudioPreprocess(Preprocess):
     """Whisper's log-mel spectrogram of a clip's own duration.
 
     max_seconds: longer clips are refused. pad_to_window: silence is added up to a whole number of the
@@ -87,6 +72,7 @@ class AudioPreprocess:
         self.processor = processor
         self.max_seconds = max_seconds
         self.pad_to_window = pad_to_window
+        self.settings = max_seconds, pad_to_window
 
     def plan_shape(self, header: MediaHeader) -> tuple[int]:
         seconds = header.samples / header.sampling_rate
@@ -135,7 +121,10 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
         if hf_config.get("spatial_merge_size"):
-            return grid_preprocess(where, _load_image_processor(where, encoder), encoder, hf_config)
+            processor = _load_image_processor(where, encoder)
+            images = grid_preprocess(where, processor, encoder, hf_config)
+            return SeveralMedia({"image": images, "video": grid_video_preprocess(where, processor, encoder)})
+        _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)
         return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
@@ -146,6 +135,12 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
             return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _refuse_video_keys(where: str, encoder: Any) -> None:
+    for key in VIDEO_OPTIONS:
+        if getattr(encoder.processor, key) is not None:
+            raise UserError(f"{where}.processor.{key}: this encoder takes no video; remove it")
 
 
 def _sizing(where: str, encoder: Any, hf_config: Mapping[str, Any], processor: Any) -> Sizing | None:

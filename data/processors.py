@@ -31,22 +31,31 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any]) -> TextProcessor:
+def build_model_text(
+    config: Any, tokens: Mapping[str, Mapping[str, int]], metas: Sequence[Any], *, grids: bool
+) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    tokens: encoder -> id of its placeholder. grids: EncoderMetas whose features have places in a grid of
-    cells of `side` pixels; none: positions count the tokens.
+    tokens: encoder -> medium -> id of its placeholder. metas: `EncoderMeta`s. grids: whether features have
+    positions in the grids of their encoders (`GridPositions`); else positions count the tokens.
     """
     model, data = config.omni.model, config.omni.data
     part = config.omni.llm.model_copy(
         update={"path": model.path, "trust_remote_code": model.trust_remote_code}
     )
     tokenizer = load_tokenizer(part, "omni.model.path")
-    placeholders = {
-        name: Placeholder(name, encoder.modality, tokenizer.convert_ids_to_tokens(token), token, added=False)
-        for name, encoder in config.omni.encoders.items()
-        for token in (tokens[name],)
-    }
+    placeholders = {}
+    for meta in metas:
+        for modality in meta.modalities:
+            token = tokens[meta.name].get(modality)
+            if token is None:
+                raise UserError(
+                    f"omni.model.path: config.json of {model.path} does not say which token stands for "
+                    f"{modality}"
+                )
+            name = meta.name if modality == meta.modality else f"{meta.name}.{modality}"
+            word = tokenizer.convert_ids_to_tokens(token)
+            placeholders[name] = Placeholder(meta.name, modality, word, token, added=False)
     text = ModelTextProcessor(
         tokenizer,
         placeholders,
@@ -55,7 +64,7 @@ def build_model_text(config: Any, tokens: Mapping[str, int], grids: Sequence[Any
         loss_on=data.loss_on,
     )
     if grids:
-        text.positions = GridPositions({meta.name: meta.side for meta in grids})
+        text.positions = GridPositions({meta.name: meta for meta in metas})
     return text
 
 

@@ -32,6 +32,7 @@ _SPELLINGS = {
     "audio_url": "audio",
     "video_url": "video",
 }
+_INLINE = ("bytes", "base64", "data", "array", "sampling_rate", "frames", "fps")
 _PRIVATE_USE = re.compile("[\U000f0000-\U0010ffff]")
 
 
@@ -187,10 +188,9 @@ class _Placer:
             raise RowError("content part of unknown type", repr(kind))
         value = next((part[key] for key in (kind, modality, "path", "url") if key in part), None)
         if value is None:
-            inline = {
-                key: part[key] for key in ("bytes", "base64", "data", "array", "sampling_rate") if key in part
-            }
-            value = inline or self._next(modality)
+            value = {key: part[key] for key in _INLINE if key in part} or self._next(modality)
+        elif modality == "video" and "fps" in part:
+            value = {"frames" if isinstance(value, list | tuple) else "path": value, "fps": part["fps"]}
         return self._place(modality, value)
 
     def _next(self, modality: str) -> Any:
@@ -204,8 +204,6 @@ class _Placer:
         return column[self.used[modality] - 1]
 
     def _place(self, modality: str, value: Any) -> str:
-        if modality == "video":
-            raise RowError("video is not supported yet")
         if modality not in self.modalities:
             taken = " and ".join(["text", *sorted(self.modalities)])
             raise RowError(f"no encoder for {modality}", f"what is trained takes {taken}")
@@ -216,8 +214,6 @@ class _Placer:
 
     def finish(self) -> None:
         for modality, column in self.columns.items():
-            if column and modality == "video":
-                raise RowError("video is not supported yet")
             if column and self.used[modality] < len(column):
                 raise RowError(
                     f"more {_COLUMN[modality]} than <{modality}> tags",

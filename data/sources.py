@@ -210,11 +210,11 @@ def _load(path: str, split: str, name: str | None, cache_dir: str | None, folder
 
 
 def _undecoded(dataset: Any) -> Any:
-    """Images and audio, also in lists, as {bytes, path}: one rank decodes them, later."""
+    """Images, audio and video, also in lists, as {bytes, path}: one rank decodes them, later."""
     import datasets
 
     def plain(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image | datasets.Audio):
+        if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
             return type(feature)(decode=False)
         if isinstance(feature, datasets.Sequence | datasets.List):
             return type(feature)(plain(feature.feature), length=feature.length)

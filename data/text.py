@@ -16,40 +16,54 @@ from data.errors import RowError
 from data.labels import Ranges, check_decodes, gaps, shift_labels, target_ranges, target_tokens
 from data.media import MediaRef
 from data.placeholders import Placeholder
+from data.planned import Planned
 from data.positions import Positions, sequence_positions
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
 
 
 @dataclass(frozen=True)
 class Tokenised:
-    """A sample with one placeholder token for each medium.
+    """A sample with one placeholder token for each run of a medium's feature rows.
 
     ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
-    medium's placeholder, by ordinal, increasing.
+    run's placeholder, increasing. runs: (ordinal of its medium, its feature rows or None: all) of each; none
+    given: every medium in its order is one run.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     slots: tuple[int, ...]
+    runs: tuple[tuple[int, int | None], ...] | None = None
 
-    def expand(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """(input_ids int64 [T], labels int64 [T], offset of each medium) with its placeholder `rows` times.
+    def expand(
+        self, rows: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
+        """(input_ids int64 [T], labels int64 [T], spans (offset, length) of each medium) when the media have
+        so many feature rows.
 
         labels are shifted: labels[t] is the token that position t predicts, -100 where there is none.
         """
+        runs = [(ordinal, None) for ordinal in range(len(rows))] if self.runs is None else self.runs
+        lengths = [rows[ordinal] if length is None else length for ordinal, length in runs]
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[list(self.slots)] = rows
+        repeats[list(self.slots)] = lengths
         offsets = np.cumsum(repeats) - repeats
         input_ids = np.repeat(self.ids, repeats)
         labels = shift_labels(input_ids, np.repeat(self.targets, repeats))
-        return input_ids, labels, tuple(int(offsets[slot]) for slot in self.slots)
+        spans: list[list[tuple[int, int]]] = [[] for _ in rows]
+        for slot, (ordinal, _), length in zip(self.slots, runs, lengths, strict=True):
+            spans[ordinal].append((int(offsets[slot]), length))
+        for places, count in zip(spans, rows, strict=True):
+            assert sum(length for _, length in places) == count, f"{places} for {count} feature rows"
+        return input_ids, labels, tuple(map(tuple, spans))
 
 
 class TextProcessor:
     """Tokenizer, chat template, label rule and placeholders.
 
     tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
-    placeholders: encoder name -> its token. loss_on: "assistant", "last_assistant" or "all".
+    placeholders: encoder name -> its token, and "encoder.modality" for what else it takes. loss_on:
+    "assistant", "last_assistant" or "all".
     """
 
     def __init__(
@@ -103,8 +117,11 @@ class TextProcessor:
             lines.append(f"the embedding keeps its {embedding_rows} rows")
         return "\n".join(lines)
 
-    def tokenise(self, sample: Sample, *, verify: bool = True) -> Tokenised:
-        """RowError: the template fails, no target is left, with verify a target does not decode back."""
+    def tokenise(self, sample: Sample, planned: Sequence[Planned] = (), *, verify: bool = True) -> Tokenised:
+        """planned: the media, for texts that depend on their shapes and times.
+
+        RowError: the template fails, no target is left, with verify a target does not decode back.
+        """
         if sample.messages is None:
             text, targets, literal = sample.text, [(0, len(sample.text))], [(0, len(sample.text))]
         else:

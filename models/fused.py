@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import omni_attention
+from models.gated_mlp import can_fuse, gated_mlp
 
 
 @cache
@@ -40,12 +41,27 @@ def _forward_of(module: nn.Module) -> Any:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _rms_norm
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        return (
-            _swiglu if isinstance(module.act_fn, nn.SiLU) or "SiLU" in type(module.act_fn).__name__ else None
-        )
+        return _swiglu if "silu" in type(module.act_fn).__name__.lower() else None
     if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")):
         return _attention
     return None
+
+
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key [T, heads, D] turned by halves, in fp32. cos, sin: [T, D] fp32."""
+    if not (query.is_cuda and has_liger()):
+        return _turned(query, cos, sin), _turned(key, cos, sin)
+    from liger_kernel.ops import LigerRopeFunction
+
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query, key))
+    query, key = LigerRopeFunction.apply(*heads_first, cos, sin)
+    return query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
 
 
 def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -59,6 +75,8 @@ def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
 def _swiglu(self: nn.Module, x: Tensor) -> Tensor:
     if not x.is_cuda:
         return type(self).forward(self, x)
+    if can_fuse(self):
+        return gated_mlp(self, x)
     from liger_kernel.ops import LigerSiLUMulFunction
 
     return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))

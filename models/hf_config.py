@@ -24,7 +24,11 @@ def load_hf_config(part: Any, kind: Literal["llm", "encoder"], where: str = "") 
         read_config(part.path, part.trust_remote_code, where) if part.path else _from_dict(part.config, where)
     )
     if kind == "llm":
-        find_family(config)
+        if find_family(config).causal_lm is None:
+            raise UserError(
+                f'{where}: model_type "{config.model_type}" is part of a multimodal model and no LLM of its '
+                f"own; give the whole checkpoint as omni.model.path, or use one of {', '.join(FAMILIES)}"
+            )
         return config
     model_type, _ = tower_config(config.to_dict())
     if model_type not in SUPPORTED:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.transfer import on_device
 from omni_ds.parallel.ulysses import Ulysses
 
 
@@ -92,7 +93,7 @@ class Packing:
     @classmethod
     def of(cls, segments: Sequence[int], device: torch.device | str, mask: MaskSpec = MaskSpec()) -> Packing:
         offsets = torch.tensor([0, *segments], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(offsets.to(device), tuple(segments), mask)
+        return cls(on_device(offsets, device), tuple(segments), mask)
 
     def with_mask(self, mask: MaskSpec) -> Packing:
         """The same segments under another mask; what was derived from the segments is shared."""
@@ -130,5 +131,5 @@ class Packing:
             valid = steps <= last
             inverse[rows[valid]] = done + torch.arange(rows.numel()).view_as(rows)[valid]
             done += rows.numel()
-            groups.append(PaddedGroup(rows.to(device), lengths))
-        return tuple(groups), inverse.to(device)
+            groups.append(PaddedGroup(on_device(rows, device), lengths))
+        return tuple(groups), on_device(inverse, device)

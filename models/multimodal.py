@@ -30,21 +30,21 @@ from models.weights import PartWeights
 from omni_ds.errors import UserError
 
 WHERE = "omni.model.path"
-_MODALITY = {"vision": "image", "audio": "audio"}
+_MEDIA = {"vision": ("image", "video"), "audio": ("audio",)}  # a tower's main medium first
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """An encoder of a checkpoint. module, projector: their names in the HF class; token_id: stands for one
-    feature row."""
+    """An encoder of a checkpoint. module, projector: their names in the HF class; tokens: medium -> id of the
+    token that stands for one feature row, as far as config.json says."""
 
     name: str
     modality: str
     config: PreTrainedConfig
     module: str
     projector: str
-    token_id: int
+    tokens: Mapping[str, int]
 
 
 class Multimodal:
@@ -91,15 +91,16 @@ class Multimodal:
                 f"encoders.{kind}.tower.": f"{module}.",
             }
             config = getattr(self.config, f"{kind}_config")
-            found[kind] = Tower(kind, _MODALITY[kind], config, module, projector, self._token_id(kind))
+            found[kind] = Tower(kind, _MEDIA[kind][0], config, module, projector, self._tokens(kind))
         return found
 
-    def _token_id(self, kind: str) -> int:
-        for key in _TOKEN_KEYS:
-            value = getattr(self.config, key.format(_MODALITY[kind]), None)
-            if isinstance(value, int):
-                return value
-        raise UserError(f"{WHERE}: config.json of {self.path} does not say which token stands for {kind}")
+    def _tokens(self, kind: str) -> dict[str, int]:
+        found = {}
+        for modality in _MEDIA[kind]:
+            values = (getattr(self.config, key.format(modality), None) for key in _TOKEN_KEYS)
+            if (value := next((value for value in values if isinstance(value, int)), None)) is not None:
+                found[modality] = value
+        return found
 
     @cached_property
     def sections(self) -> dict[str, dict[str, Any]]:

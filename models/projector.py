@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.transfer import on_device
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 
@@ -36,7 +37,7 @@ def frame_stack(features: Tensor, lengths: Sequence[int], factor: int) -> Tensor
             total += -(-length // factor) * factor
         positions = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
         padded = features.new_zeros(total, channels)
-        features = padded.index_copy(0, positions.to(features.device), features)
+        features = padded.index_copy(0, on_device(positions, features.device), features)
     return features.reshape(-1, factor * channels)
 
 

@@ -88,8 +88,8 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
             llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
             llm = replace(llm, vocab=llm_config.vocab_size)
         else:
-            tokens = {name: tower.token_id for name, tower in model.towers.items()}
-            text = build_model_text(config, tokens, encoders if model.family.grid_positions else ())
+            tokens = {name: tower.tokens for name, tower in model.towers.items()}
+            text = build_model_text(config, tokens, encoders, grids=model.family.grid_positions)
             if text.vocabulary_size > llm_config.vocab_size:
                 raise UserError(
                     f"omni.model.path: the tokenizer of {model.path} has ids up to "
@@ -148,7 +148,7 @@ def plan_options(config: Config, composition: Composition, samples: Sequence[Sam
     """What a configuration says about the plan beside its degrees; ``samples`` as in :func:`plan_of`."""
     work = 0
     if config.omni.encoder_parallel.first_stage_cut == "with_encoders":
-        work = encoder_work_per_token(composition.encoders, samples, recomputes(config))
+        work = encoder_work_per_token(composition.encoders, samples, encoders_recompute(config))
     return PlanOptions(
         placement=config.omni.encoder_parallel.placement,
         encoder_zero_stage=config.omni.encoder_parallel.zero_stage,
@@ -160,7 +160,7 @@ def plan_options(config: Config, composition: Composition, samples: Sequence[Sam
         max_tokens_per_micro_batch=config.omni.data.max_tokens_per_micro_batch,
         micro_batches=config.gradient_accumulation_steps,
         recompute=recomputes(config),
-        encoder_recompute=recomputes(config),
+        encoder_recompute=encoders_recompute(config),
         first_stage_work=work,
     )
 
@@ -177,5 +177,11 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def recomputes(config: Config) -> bool:
-    """Whether layers recompute their activations in the backward pass."""
+    """Whether the LLM's layers recompute their activations in the backward pass."""
     return config.activation_checkpointing is not None or config.pipeline.activation_checkpoint_interval > 0
+
+
+def encoders_recompute(config: Config) -> bool:
+    """Whether the encoders' do."""
+    chosen = config.omni.encoder_parallel.recompute
+    return recomputes(config) if chosen == "auto" else chosen

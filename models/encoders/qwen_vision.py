@@ -1,9 +1,10 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL on packed images.
+"""The vision towers of Qwen2-VL and Qwen2.5-VL on packed images and videos.
 
 Tokens of an image stand block by block, a block being the ``factor`` x ``factor`` patches of one feature row:
 HF's order, in which the merger joins neighbours. In Qwen2.5-VL the blocks are put in the order of their
-windows while the layers run. The blocks are HF's; their attention is called here, because HF's cuts its input
-by ``cu_seqlens`` for back ends it does not know.
+windows while the layers run. ``temporal`` frames of a video are joined in the patches and then stand as an
+image does. The blocks are HF's; their attention is called here, because HF's cuts its input by ``cu_seqlens``
+for back ends it does not know.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME, omni_attention
 from models.encoders.base import Encoder, ItemSlice
+from models.fused import fuse_decoder, rotated
 from models.masks import Packing
+from models.transfer import on_device
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
 
 
@@ -47,28 +50,30 @@ def image_order(rows: int, columns: int, factor: int, window: int) -> ImageOrder
     order = torch.cat([square.flatten() for square in squares])
     order = (order.unsqueeze(1) * factor**2 + torch.arange(factor**2)).flatten()
     axes = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    at = torch.stack([_by_block(axis[None], factor).flatten() for axis in axes], dim=1)
+    at = torch.stack([_by_block(axis, factor) for axis in axes], dim=1)
     windows = tuple(square.numel() * factor**2 for square in squares)
     return ImageOrder(order, order.argsort(), at[order], windows)
 
 
 def _by_block(values: Tensor, factor: int) -> Tensor:
-    """[channels, rows, columns] -> [rows * columns, channels], blocks of factor x factor together."""
-    cut = values.unflatten(2, (-1, factor)).unflatten(1, (-1, factor))  # [channels, R, f, C, f]
-    return cut.permute(1, 3, 2, 4, 0).flatten(0, 3)
+    """[rows, columns] -> [rows * columns], blocks of factor x factor together."""
+    cut = values.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))  # [R, f, C, f]
+    return cut.permute(0, 2, 1, 3).flatten()
 
 
-def image_patches(image: Tensor, patch: int, factor: int, temporal: int) -> Tensor:
-    """[channels, height, width] -> [tokens, channels * temporal * patch * patch] in block order: what Qwen's
-    image processor makes of it."""
-    rows, columns = image.shape[1] // patch, image.shape[2] // patch
-    pixels = image.view(image.shape[0], rows, patch, columns, patch).permute(0, 2, 4, 1, 3).flatten(0, 2)
-    tokens = _by_block(pixels, factor).unflatten(1, (image.shape[0], 1, patch, patch))
-    return tokens.expand(-1, -1, temporal, -1, -1).flatten(1)
+def patches_of(value: Tensor, patch: int, factor: int, temporal: int) -> Tensor:
+    """Image [channels, height, width] or video [channels, frames, height, width] -> [tokens, channels *
+    temporal * patch * patch], step after step in block order: what Qwen's processors make of them."""
+    frames = value.unsqueeze(1).expand(-1, temporal, -1, -1) if value.dim() == 3 else value
+    cut = frames.unflatten(1, (-1, temporal))
+    cut = cut.unflatten(4, (-1, factor, patch)).unflatten(3, (-1, factor, patch))
+    # [channels, t, temporal, R, f, patch, C, f, patch]
+    return cut.permute(1, 3, 6, 4, 7, 0, 2, 5, 8).flatten(5).flatten(0, 4)
 
 
 class QwenVisionEncoder(Encoder):
-    """Item: [channels, height, width], sides a multiple of ``patch * factor``. HF's merger projects."""
+    """Item: [channels, height, width] or [channels, frames, height, width], sides a multiple of ``patch *
+    factor``, frames of ``temporal``. HF's merger projects."""
 
     meta: QwenVisionMeta
     taps: tuple[int, ...] = ()  # layers whose output is a feature too
@@ -83,6 +88,7 @@ class QwenVisionEncoder(Encoder):
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
         for block in tower.blocks:
             block.attn.forward = partial(_attend, block.attn)
+            fuse_decoder(block)
 
     def _tower(self, config: PreTrainedConfig) -> PreTrainedModel:
         return _tower_class(config)._from_config(config)
@@ -95,12 +101,17 @@ class QwenVisionEncoder(Encoder):
 
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         meta, device = self.meta, values[0].device
-        grids = [(value.shape[1] // meta.patch, value.shape[2] // meta.patch) for value in values]
-        orders = [image_order(*grid, meta.factor, meta.window_side) for grid in grids]
+        grids = [(value.shape[-2] // meta.patch, value.shape[-1] // meta.patch) for value in values]
+        orders = [
+            image_order(*grid, meta.factor, meta.window_side)
+            for value, grid in zip(values, grids, strict=True)
+            for _ in range(value.shape[1] // meta.temporal if value.dim() == 4 else 1)
+        ]
         lengths = [len(order.order) for order in orders]
-        patches = torch.cat([image_patches(v, meta.patch, meta.factor, meta.temporal) for v in values])
+        patches = torch.cat([patches_of(v, meta.patch, meta.factor, meta.temporal) for v in values])
         order, places = (
-            _joined(each).to(device) for each in zip(*((o.order, o.places) for o in orders), strict=True)
+            on_device(_joined(each), device)
+            for each in zip(*((o.order, o.places) for o in orders), strict=True)
         )
         hidden = self._run_blocks(
             patches.index_select(0, order),
@@ -122,15 +133,15 @@ class QwenVisionEncoder(Encoder):
         order, ulysses = whole.order[here], part.ulysses
         if part.shape is not None:
             order = order - here.start
-        patches = image_patches(value, meta.patch, meta.factor, meta.temporal)
+        patches = patches_of(value, meta.patch, meta.factor, meta.temporal)
         hidden = self._run_blocks(
-            patches.index_select(0, order.to(device)),
+            patches.index_select(0, on_device(order, device)),
             whole.at[here],
             torch.tensor([grid]).expand(len(order), -1),
             replace(Packing.of([len(whole.order)], device), ulysses=ulysses),
             replace(Packing.of(whole.windows, device), ulysses=ulysses),
         )
-        return hidden.index_select(0, order.argsort().to(device)), (1, len(order))
+        return hidden.index_select(0, on_device(order.argsort(), device)), (1, len(order))
 
     def _run_blocks(
         self, patches: Tensor, at: Tensor, grid: Tensor, whole: Packing, windows: Packing
@@ -158,10 +169,11 @@ class QwenVisionEncoder(Encoder):
         return self.projector(features)
 
     def _rotary(self, at: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, 1, head size] in fp32: the first half of the angles turns with the row, the other with
+        """cos, sin [T, head size] in fp32: the first half of the angles turns with the row, the other with
         the column."""
-        angles = (at.to(device).unsqueeze(2).float() * self.frequencies.to(device)).flatten(1)
-        angles = torch.cat([angles, angles], dim=1).unsqueeze(1)
+        frequencies = on_device(self.frequencies, device)
+        angles = (on_device(at, device).unsqueeze(2).float() * frequencies).flatten(1)
+        angles = torch.cat([angles, angles], dim=1)
         return angles.cos(), angles.sin()
 
 
@@ -176,7 +188,7 @@ def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _joined(orders: Sequence[Tensor]) -> Tensor:
-    """Orders of images as one order of their tokens one after the other."""
+    """Orders of images or steps as one order of their tokens one after the other."""
     joined, start = [], 0
     for order in orders:
         joined.append(order + start)
@@ -199,13 +211,7 @@ def _attend(
     ``cu_seqlens``."""
     projected = attention.qkv(hidden_states).unflatten(1, (3, attention.num_heads, -1))
     query, key, value = projected.unbind(1)  # [T, heads, head size]
-    query, key = (_rotated(x, *position_embeddings) for x in (query, key))
+    query, key = rotated(query, key, *position_embeddings)
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
     out, _ = omni_attention(attention, *heads, cu_seqlens)
     return attention.proj(out.squeeze(0).flatten(1))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned in fp32, by halves."""
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)

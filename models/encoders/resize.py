@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.transfer import on_device
+
 
 @lru_cache(maxsize=1 << 12)
 def _weights(native: int, size: int, mode: str, antialias: bool) -> Tensor:
@@ -29,7 +31,7 @@ def resize_grid(
     """[side, side, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32, in
     the table's dtype."""
     rows, columns = (
-        _weights(native, size, mode, antialias).to(table.device, non_blocking=True)
+        on_device(_weights(native, size, mode, antialias), table.device)
         for native, size in zip(table.shape[:2], grid, strict=True)
     )
     resized = torch.einsum("rh,hwc->rwc", rows, table.float())

@@ -20,6 +20,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as Whisp
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder
 from models.init import sinusoids
+from models.transfer import on_device
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop")
@@ -89,9 +90,10 @@ def embed_windows(tower: nn.Module, windows: Sequence[Tensor], segments: Sequenc
     spans = [*(n + 2 - n % 2 for n in frames[:-1]), frames[-1]]
     axis = torch.cat([F.pad(w, (0, span - n)) for w, n, span in zip(windows, frames, spans, strict=True)], 1)
     inside = torch.cat([torch.arange(span) < min(n, limit) for n, span in zip(frames, spans, strict=True)])
-    hidden = F.gelu(tower.conv1(axis[None])) * inside.to(device)
+    hidden = F.gelu(tower.conv1(axis[None])) * on_device(inside, device)
     hidden = F.gelu(tower.conv2(hidden))[0].T
     within = [torch.arange(n) for n in segments]
     starts = [0, *itertools.accumulate(span // 2 for span in spans)]
-    rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)]).to(device)
-    return hidden.index_select(0, rows) + tower.embed_positions(torch.cat(within).to(device))
+    rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)])
+    positions = tower.embed_positions(on_device(torch.cat(within), device))
+    return hidden.index_select(0, on_device(rows, device)) + positions

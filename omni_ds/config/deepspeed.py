@@ -120,7 +120,7 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = False
     """Not supported yet."""
     number_checkpoints: PositiveInt | None = None
-    """Only used with contiguous_memory_optimization."""
+    """Not supported yet."""
     synchronize_checkpoint_boundary: bool = False
     """Not supported yet."""
     profile: bool = False

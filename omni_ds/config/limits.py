@@ -10,6 +10,11 @@ from omni_ds.errors import UserError
 if TYPE_CHECKING:
     from omni_ds.config.root import Config
 
+VIDEO_OPTIONS = (
+    "fps", "min_frames", "max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
+)  # fmt: skip
+"""Keys of `omni.encoders.<name>.processor` for towers that take video."""
+
 
 def refuse_unsupported(config: Config) -> None:
     """UserError that names everything that is not supported yet, why, and what to use."""
@@ -37,14 +42,14 @@ def _encoders(config: Config) -> Iterator[str]:
         key = f"omni.encoders.{name}"
         if encoder.modality == "video":
             yield (
-                f"{key}.modality: video is not supported yet: frames are not read; use image, with single "
-                f"frames"
+                f"{key}.modality: video is not supported yet: only checkpoints (omni.model) take it; use "
+                f"image, with single frames"
             )
             continue
-        for option in ("fps", "max_frames"):
+        for option in VIDEO_OPTIONS:
             if getattr(encoder.processor, option) is not None:
                 yield (
-                    f"{key}.processor.{option} is not supported yet: video is not read; use images, and "
+                    f"{key}.processor.{option}: only checkpoints (omni.model) take video; use images, and "
                     f"remove it"
                 )
         if encoder.modality in first:
@@ -66,3 +71,8 @@ def _llm_memory(config: Config) -> Iterator[str]:
                     f"activation_checkpointing.{option} is not supported yet: activations are recomputed, "
                     f"not moved; use pipeline.activation_checkpoint_interval, and remove it"
                 )
+        if checkpointing.number_checkpoints is not None:
+            yield (
+                "activation_checkpointing.number_checkpoints is not supported yet: each layer is recomputed; "
+                "use pipeline.activation_checkpoint_interval for layers recomputed at once, and remove it"
+            )

@@ -31,6 +31,10 @@ class EncoderParallel(Section):
     with placement colocated, encoder ZeRO-1 or 2 and without class tokens among the features."""
     max_sp: PositiveInt = 8
     """At most so many ranks encode slices of one image together: neighbours of one stage, 2, 4, 8, ..."""
+    recompute: Auto | bool = "auto"
+    """Recompute the encoders' activations in their backward pass; auto: as
+    `pipeline.activation_checkpoint_interval` says for the LLM. Towers keep more of long images than the LLM
+    does, and cost less to run twice."""
     measured_times: bool = True
     """Place encoder work by times measured in a few steps instead of by FLOPs; changes no result."""
 

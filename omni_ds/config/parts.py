@@ -54,9 +54,19 @@ class ProcessorConfig(Section):
     """Image: a larger one is reduced to at most so many pixels, its proportions kept; at least one block.
     Null with `min_pixels` set: no bound."""
     fps: PositiveFloat | None = None
-    """Video: frames taken per second."""
+    """Video: frames taken per second, evenly; null: the checkpoint's, else 2."""
+    min_frames: PositiveInt | None = None
+    """Video: at least this many frames, as far as it has them; null: the checkpoint's, else 4."""
     max_frames: PositiveInt | None = None
-    """Video: at most this many frames."""
+    """Video: at most this many frames; null: the checkpoint's, else 768."""
+    video_min_pixels: PositiveInt | None = None
+    """Video: pixels of a frame at least; null: `min_pixels`, else the checkpoint's."""
+    video_max_pixels: PositiveInt | None = None
+    """Video: pixels of a frame at most; null: `max_pixels`, else the checkpoint's."""
+    video_total_pixels: PositiveInt | None = None
+    """Video: pixels of all frames at most, frames that one patch joins counted once; longer videos get
+    smaller
+    frames, down to 1.05 times the least. Null: the checkpoint's cap if it sets one, else no bound."""
 
 
 class ProjectorConfig(Section):

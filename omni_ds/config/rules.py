@@ -21,8 +21,12 @@ _PROCESSOR_KEYS = {
     "sampling_rate": "audio",
     "min_pixels": "image",
     "max_pixels": "image",
-    "fps": "video",
-    "max_frames": "video",
+    "fps": "image",
+    "min_frames": "image",
+    "max_frames": "image",
+    "video_min_pixels": "image",
+    "video_max_pixels": "image",
+    "video_total_pixels": "image",
 }
 
 
@@ -107,6 +111,12 @@ def _fits_modality(key: str, encoder: EncoderConfig) -> Iterator[str]:
     low, high = processor.min_pixels, processor.max_pixels
     if low is not None and high is not None and low > high:
         yield f"{key}.processor.min_pixels: {low} is more than max_pixels {high}; exchange them"
+    low, high = processor.video_min_pixels, processor.video_max_pixels
+    if low is not None and high is not None and low > high:
+        yield f"{key}.processor.video_min_pixels: {low} is more than video_max_pixels {high}; exchange them"
+    low, high = processor.min_frames, processor.max_frames
+    if low is not None and high is not None and low > high:
+        yield f"{key}.processor.min_frames: {low} is more than max_frames {high}; exchange them"
 
 
 def _placeholders(config: Config) -> Iterator[str]:

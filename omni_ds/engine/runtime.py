@@ -119,7 +119,11 @@ def build_runtime(
     with empty_parameters():
         encoders = {
             name: build_encoder(
-                name, config.omni.encoders[name], hf_config, plan.llm.hidden, recompute=recomputes(config)
+                name,
+                config.omni.encoders[name],
+                hf_config,
+                plan.llm.hidden,
+                recompute=plan.options.encoder_recompute,
             )
             for name, hf_config in composition.encoder_configs.items()
         }

@@ -1,6 +1,6 @@
-"""The ends of an LLM over vocabulary shards: embedding rows, and losses that never hold all logits.
+"""The head of an LLM over vocabulary shards: losses, and whether they are the argmax.
 
-Shapes: T tokens of a micro-batch (or shard), N targets, H hidden size, V vocabulary rows, v of them here.
+Shapes: N targets, H hidden size, v vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import VocabParallelLinear, set_autotp_mode
-from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from omni_ds.parallel.layer_groups import even_part
+from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
 
 
 def target_losses(
@@ -30,16 +30,8 @@ def target_losses(
         fp32 losses [N], or with ``scores`` [2, N]: losses, and 1.0 where the target is the argmax. The same
         on all ranks of ``group``.
     """
-    start, stop = even_part(vocab, group)
-    losses = vocab_parallel_linear_cross_entropy(
-        hidden,
-        weight,
-        target_ids,
-        tp_group=group,
-        vocab_start_index=start,
-        vocab_end_index=stop,
-        reduction="none",
-    )
+    start, _ = even_part(vocab, group)
+    losses = linear_cross_entropy(hidden, weight, target_ids, start, group)
     if not scores:
         return losses
     return torch.stack([losses, (best_ids(hidden, weight, start, group) == target_ids).to(losses.dtype)])

@@ -35,9 +35,9 @@ class EncoderMeta:
 
     ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
     ``mlp_matrices`` is 3 for gated MLPs. ``image``: side of the square that the position embeddings are made
-    for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). ``levels``:
-    outputs of ``out_hidden`` beside a row's own that go into later layers of the LLM (deepstack). Fields of
-    the other family are 0.
+    for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). ``video``:
+    the tower takes videos beside its images. ``levels``: outputs of ``out_hidden`` beside a row's own that go
+    into later layers of the LLM (deepstack). Fields of the other family are 0.
     """
 
     name: str
@@ -66,6 +66,7 @@ class EncoderMeta:
     pad_to_window: bool = False
     native: bool = False
     max_pixels: int = 0
+    video: bool = False
     levels: int = 0
 
     @classmethod
@@ -134,6 +135,11 @@ class EncoderMeta:
         )
 
     @property
+    def modalities(self) -> tuple[str, ...]:
+        """Media that the encoder takes, its main one first."""
+        return (self.modality, "video") if self.video else (self.modality,)
+
+    @property
     def window(self) -> int:
         """Mel frames of a full Whisper window."""
         return 2 * self.positions
@@ -145,6 +151,12 @@ class EncoderMeta:
         if self.family != "whisper":
             return 0
         return self.factor // gcd(self.factor, self.positions)
+
+    def part_of(self, shape: Sequence[int], first: int, count: int) -> tuple[int, tuple[int, ...]]:
+        """(where segments [first, first + count) of an item begin along its first side, shape of them
+        alone)."""
+        start = first * self.window
+        return start, (min(shape[0] - start, count * self.window),)
 
     @property
     def sliceable(self) -> bool:
@@ -211,7 +223,8 @@ class EncoderMeta:
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Segment lengths (tokens) and feature rows of an item.
 
-        ``shape``: (height, width) in pixels after preprocessing, or (mel frames,). UserError when it is too
+        ``shape``: (height, width) in pixels after preprocessing, (frames, height, width) of a video, or (mel
+        frames,). UserError when it is too
         small for one token or its grid does not divide.
         """
         if self.family == "vit":

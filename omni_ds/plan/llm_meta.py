@@ -89,9 +89,8 @@ class LLMMeta:
         """Read an HF config; UserError when its family is not supported or a size is missing."""
         family = hf_config.get("model_type")
         if family not in SUPPORTED:
-            raise UserError(
-                f"omni.llm: model_type {family!r} is not supported; use one of {', '.join(SUPPORTED)}"
-            )
+            alone = ", ".join(name for name in SUPPORTED if name not in INSIDE)
+            raise UserError(f"omni.llm: model_type {family!r} is not supported; use one of {alone}")
 
         def size(key: str, default: int | None = None) -> int:
             value = hf_config.get(key)

@@ -1,7 +1,8 @@
 """Long media in parts, so that none of them holds up the other ranks.
 
-A recording is cut between its windows, which do not attend to each other. A part is an item of its own, of
-the same row and ordinal, that starts at a later window; whoever encodes it reads its frames alone. Nothing is
+A recording is cut between its windows and a video between its frames (or what of them one patch joins), which
+do not attend to each other. A part is an item of its own, of
+the same row and ordinal, that starts at a later frame; whoever encodes it takes its frames alone. Nothing is
 computed twice and nothing is exchanged, so that the only reason to keep a clip whole is that it is small
 beside what a rank encodes in a step.
 
@@ -117,17 +118,14 @@ def slice_item(meta: EncoderMeta, item: Item, ranks: int) -> tuple[Item, ...]:
 
 def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
     """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter."""
-    frames, result, row = item.shape[0], [], 0
+    result, row = [], 0
     for first in range(0, len(item.segments), count):
-        start = first * meta.window
-        length = min(frames - start, count * meta.window)
-        segments, rows = meta.measure((length,))
+        start, shape = meta.part_of(item.shape, first, count)
+        segments, rows = meta.measure(shape)
         assert segments == item.segments[first : first + count], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
-            replace(
-                item, shape=(length,), segments=segments, rows=rows, spans=spans, start=item.start + start
-            )
+            replace(item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start)
         )
         row += rows
     assert row == item.rows, f"parts of {row} rows make up {item.rows}"

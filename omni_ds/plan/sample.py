@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """One medium (image, audio clip) of a sample.
+    """One medium (image, video, audio clip) of a sample.
 
-    row: dataset row of the sample; ordinal: n-th medium of the sample, in placeholder order.
-    encoder: name of the encoder. shape: of the preprocessed medium, image (height, width) in pixels,
-    audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
+    row: dataset row of the sample; ordinal: n-th medium of the sample, in placeholder order. encoder: name of
+    the encoder. shape: of the preprocessed medium, image (height, width) in pixels, video (frames, height,
+    width), audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
     rows: feature rows the LLM receives. spans: where they go, (offset in the sample's tokens, length) each;
-    the lengths add up to rows. start: where it begins in the medium, in mel frames; more than 0 for a later
-    part of a long recording. gang: number of ranks that encode the medium together, of which this is slice
-    `slice`: then rows and spans are those of the slice, all else of the whole (long_short.py).
+    the lengths add up to rows. start: where it begins in the medium, in (mel) frames; more than 0 for a later
+    part of a long video or recording. gang: number of ranks that encode the medium together, of which this is
+    slice `slice`: then rows and spans are those of the slice, all else of the whole (long_short.py). Of a
+    video, seconds: from one step of its grid in time to the next; times: of its frames where the text says
+    them.
     """
 
     row: int
@@ -31,6 +33,8 @@ class Item:
     start: int = 0
     gang: int = 1
     slice: int = 0
+    seconds: float = 0.0
+    times: tuple[float, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -5,13 +5,13 @@ A family is one file and its lines in ``FAMILIES``; every test of families walks
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from families import llava, qwen3_vl, qwen_audio, qwen_vl
+from families.rows import write_rows
 from tiny import merged
 
 
@@ -36,8 +36,8 @@ class TinyFamily:
 
 
 FAMILIES = {
-    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
-    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES),
+    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
     "qwen3_vl_moe": TinyFamily(
         qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True, values=qwen3_vl.transposed
@@ -68,46 +68,9 @@ def make_model(
     return folder
 
 
-def write_rows(folder: Path, count: int = 16, modality: str = "image") -> Path:
-    """Rows of text alone, of one picture or clip, and of two of different sizes; returns the file."""
-    import numpy as np
-    import soundfile
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(3)
-    rows = []
-    for number in range(count):
-        media = []
-        for nth in range(number % 3):
-            height, width = (int(x) for x in rng.integers(14, 60, 2))
-            name = f"{number}-{nth}.{'png' if modality == 'image' else 'wav'}"
-            if modality == "image":
-                Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-            else:  # up to a whole window of one second
-                seconds = 1.0 if height > 50 else width / 60
-                soundfile.write(folder / name, rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
-            media.append(name)
-        tag = f"<{modality}>"
-        question = "".join(f"{tag}Which digit {nth}? " for nth in range(len(media))) or "What is 3 + 4?"
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": ["seven", "It is three.", "two and one"][number % 3]},
-        ]
-        if number % 4 == 3:
-            messages += [
-                {"role": "user", "content": "Sure?"},
-                {"role": "assistant", "content": "Yes, it is."},
-            ]
-        rows.append({"messages": messages} | ({f"{modality}s": media} if media else {}))
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media[0])
+    return write_rows(folder, count, FAMILIES[family].media)
 
 
 def tower_of(family: str) -> str:

@@ -19,6 +19,7 @@ QWEN_TEMPLATE = """{%- for message in messages -%}
 {%- else -%}{%- for part in message['content'] -%}
 {%- if part['type'] == 'text' -%}{{- part['text'] -}}
 {%- elif part['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
 {%- endif -%}{%- endfor -%}{%- endif -%}
 {{- '<|end|>' -}}
 {%- endfor -%}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_videos import hf_video
 from torch import Tensor
 
 
@@ -35,46 +36,66 @@ class HFSamples:
         self.folder = rows.parent
         self.config = AutoConfig.from_pretrained(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.modality = "audio" if hasattr(self.config, "audio_config") else "image"
-        if self.modality == "audio":
+        if hasattr(self.config, "audio_config"):
             self.processor = AutoFeatureExtractor.from_pretrained(model)
         else:
             self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
-        keys = (f"{self.modality}_token_id", f"{self.modality}_token_index")
-        self.token_id = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
-        self.token = self.tokenizer.convert_ids_to_tokens(self.token_id)
+        self.tokens = {}  # medium -> its placeholder
+        for modality in ("image", "video", "audio"):
+            keys = (f"{modality}_token_id", f"{modality}_token_index")
+            found = [getattr(self.config, key) for key in keys if hasattr(self.config, key)]
+            if found:
+                self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tag = self.rows[number], f"<{self.modality}>"
+        row, tags = self.rows[number], "|".join(f"<{modality}>" for modality in self.tokens)
         messages = []
         for message in row["messages"]:
-            pieces = re.split(f"({tag})", message["content"])
+            pieces = re.split(f"({tags})", message["content"])
             parts = [
-                {"type": self.modality} if piece == tag else {"type": "text", "text": piece}
+                {"type": piece[1:-1]} if re.fullmatch(tags, piece) else {"type": "text", "text": piece}
                 for piece in pieces
                 if piece
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        names = [self.folder / name for name in row.get(f"{self.modality}s", ())]
-        media = self._media(names) if names else {}
-        counts = iter(self._counts(media))
-        text = re.sub(re.escape(self.token), lambda _: self.token * next(counts), text)
+        media: dict[str, Tensor] = {}
+        for modality, token in self.tokens.items():
+            if given := row.get(f"{modality}s"):
+                made = getattr(self, f"_{modality}")(given)
+                counts = iter(self._counts(modality, made))
+                text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
+                media |= made
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        found = dict(media)
-        if "image_grid_thw" in found:
-            found["mm_token_type_ids"] = (ids == self.token_id).int()
-        return {"input_ids": ids, **found}
+        if "image_grid_thw" in media or "video_grid_thw" in media:
+            types = torch.zeros_like(ids, dtype=torch.int)
+            for number, modality in enumerate(("image", "video"), 1):
+                token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
+                types = types.masked_fill(ids == token, number)
+            media["mm_token_type_ids"] = types
+        return {"input_ids": ids, **media}
 
-    def _media(self, names: list[Path]) -> dict[str, Tensor]:
-        import soundfile
+    def _image(self, names: list[str]) -> dict[str, Tensor]:
         from PIL import Image
 
-        if self.modality == "image":
-            pictures = [Image.open(name).convert("RGB") for name in names]
-            return dict(self.processor(pictures, return_tensors="pt"))
-        sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+        pictures = [Image.open(self.folder / name).convert("RGB") for name in names]
+        return dict(self.processor(pictures, return_tensors="pt"))
+
+    def _video(self, given: list[Any]) -> dict[str, Tensor]:
+        made = [hf_video(value, self.folder, self.processor) for value in given]
+        found = {
+            "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
+            "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
+        }
+        if self.config.model_type == "qwen2_5_vl":
+            found["second_per_grid_ts"] = torch.tensor([seconds for _, _, seconds in made])
+        return found
+
+    def _audio(self, names: list[str]) -> dict[str, Tensor]:
+        import soundfile
+
+        sounds = [soundfile.read(self.folder / name, dtype="float32")[0] for name in names]
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
@@ -93,14 +114,12 @@ class HFSamples:
             inside = token == starts or (inside and token != end)
         return labels
 
-    def _counts(self, media: dict[str, Tensor]) -> list[int]:
-        if not media:
-            return []
-        if self.modality == "audio":
+    def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
+        if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
-        if "image_grid_thw" in media:
+        if f"{modality}_grid_thw" in media:
             merge = self.processor.merge_size**2
-            return [int(grid.prod()) // merge for grid in media["image_grid_thw"]]
+            return [int(grid.prod()) // merge for grid in media[f"{modality}_grid_thw"]]
         vision = self.config.vision_config
         whole = (vision.image_size // vision.patch_size) ** 2
         kept = self.config.vision_feature_select_strategy == "full" and vision.model_type.startswith("clip")

@@ -160,6 +160,7 @@ def test_parts_in_a_whole_checkpoint_have_no_weights_of_their_own():
 # Each entry: changes, and the key of the message "... is not supported yet: reason; use ...".
 LATER = [
     ({"activation_checkpointing__cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing"),
+    ({"activation_checkpointing__number_checkpoints": 2}, "activation_checkpointing.number_checkpoints"),
     ({"omni__encoders__film": {"path": "x", "modality": "video"}}, "omni.encoders.film.modality"),
     ({"omni__encoders__audio__modality": "image"}, "omni.encoders.audio.modality"),
 ]

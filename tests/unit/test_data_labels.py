@@ -6,7 +6,7 @@ import pytest
 from data.errors import RowError
 from data.placeholders import add_placeholders
 from data.rows import RowReader
-from data.text import TextProcessor
+from data.text import TextProcessor, Tokenised
 from omni_ds.errors import UserError
 from tests.unit.data_helpers import GOLDEN, encoder, make_text, make_tokenizer, shown
 
@@ -293,14 +293,22 @@ def test_a_template_that_drops_media_is_refused():
 def test_expand_repeats_placeholders_and_shifts_labels():
     text = make_text("chatml")
     tokenised = text.tokenise(READER.read({"messages": THOUGHTS, "images": ["a"], "audios": ["b"]}))
-    input_ids, labels, offsets = tokenised.expand([3, 5])
+    input_ids, labels, spans = tokenised.expand([3, 5])
     assert len(input_ids) == len(tokenised.ids) + 2 + 4
-    for offset, rows, name in zip(offsets, (3, 5), ("vision", "audio"), strict=True):
+    for ((offset, rows),), name in zip(spans, ("vision", "audio"), strict=True):
         assert set(input_ids[offset : offset + rows]) == {text.placeholders[name].id}
         assert input_ids[offset - 1] != text.placeholders[name].id != input_ids[offset + rows]
     predicted = labels >= 0
     assert predicted.sum() == tokenised.targets.sum() and labels[-1] == -100
     assert np.array_equal(labels[predicted], input_ids[1:][predicted[:-1]])
+    assert [length for ((_, length),) in spans] == [3, 5]
+
+
+def test_a_medium_of_several_runs() -> None:
+    tokenised = Tokenised(np.arange(6), np.arange(6) > 3, (1, 2, 4), ((0, 2), (1, None), (0, 1)))
+    input_ids, labels, spans = tokenised.expand([3, 2])
+    assert input_ids.tolist() == [0, 1, 1, 2, 2, 3, 4, 5]
+    assert spans == (((1, 2), (6, 1)), ((3, 2),))
 
 
 def test_placeholders_are_reused_or_added():

@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data.index import open_dataset
+from data.media import MediaHeader
 from data.positions import GridPositions, sequence_positions
 from omni_ds.composition import complete, read_composition
 from omni_ds.config import validate
 from omni_ds.errors import UserError
 from omni_ds.plan.sample import Item, SampleMeta
-from tests.families import make_model, model_config, write_rows
+from tests.families import make_model, model_config, rows_of, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,6 @@ REFUSED = {
     "more <image> tags than images": row("<image><image>?", images=["1-0.png"]),
     "more images than <image> tags": row("<image>?", images=["1-0.png", "2-0.png"]),
     "image file not found": row("<image>?", images=["none.png"]),
-    "video is not supported yet": row("<video>?", videos=["a.mp4"]),
     "no encoder for audio": row("<audio>?", audios=["a.wav"]),
     "media in plain text": {"text": "<image> is two", "images": ["1-0.png"]},
 }
@@ -93,36 +94,38 @@ def test_bounds_of_pixels_decide_the_size(model: Path, tmp_path: Path) -> None:
     config = complete(validate(raw))
     preprocess = read_composition(config).media["vision"]
 
-    class Header:
-        height, width = 100, 100
+    assert preprocess.plan_shape(MediaHeader("image", 100, 100)) == (16, 16)
+    header = MediaHeader("video", 100, 100, times=np.arange(4) / 2, fps=2.0)
+    assert preprocess.plan_shape(header) == (4, 16, 16)
 
-    assert preprocess.plan_shape(Header) == (16, 16)
 
-
-def test_positions_are_those_of_hf(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_are_those_of_hf(family: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
     from tests.parity.model_reference import HFSamples
 
-    dataset = opened(model, tmp_path, json_rows(tmp_path))
+    model = make_model(family, tmp_path / "model")
+    lines = rows_of(family, tmp_path, 24).read_text().splitlines()
+    dataset = opened(model, tmp_path, [json.loads(line) for line in lines])
     hf = AutoModelForImageTextToText.from_pretrained(model)
-    samples = HFSamples(model, tmp_path / "given.jsonl")
+    samples, spread = HFSamples(model, tmp_path / "given.jsonl"), 0
+    assert len(dataset) == 24
     for number in range(len(dataset)):
         sample, inputs = dataset.encode(number), samples.inputs(number)
         assert inputs.pop("input_ids")[0].tolist() == sample.input_ids.tolist()
-        if "image_grid_thw" not in inputs:
+        if not inputs:
             assert (sample.positions == np.arange(sample.meta.tokens)).all() and len(sample.positions) == 3
             continue
-        inputs.pop("pixel_values")
+        spread += "second_per_grid_ts" in inputs
+        for key in ("pixel_values", "pixel_values_videos"):
+            inputs.pop(key, None)
         ids = torch.as_tensor(sample.input_ids)[None]
         assert torch.equal(
             hf.model.get_rope_index(input_ids=ids, **inputs)[0][:, 0], torch.as_tensor(sample.positions)
         )
-
-
-def json_rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in write_rows(folder, 9).read_text().splitlines()]
+    assert bool(spread) == (family == "qwen2_5_vl")
 
 
 LLAVA_15 = (  # the structure of LLaVA-1.5's: pictures first, then all text, no token that ends a turn
@@ -158,7 +161,7 @@ def test_pixels_of_a_tower_of_one_size_cannot_be_bounded(tmp_path: Path) -> None
 def test_positions_go_on_behind_the_larger_side() -> None:
     item = Item(0, 0, "vision", (8, 24), (12,), 3, ((2, 3),))
     meta = SampleMeta(0, 7, 1, (item,))
-    assert GridPositions({"vision": 8})(meta).tolist() == [
+    assert GridPositions({"vision": SimpleNamespace(side=8)})(meta).tolist() == [
         [0, 1, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 5, 6],
         [0, 1, 2, 3, 4, 5, 6],

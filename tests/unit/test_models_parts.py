@@ -135,6 +135,8 @@ def test_dropout_is_off() -> None:
     ("part", "kind", "match"),
     [
         (LLMConfig(config={"model_type": "gpt2"}), "llm", "gpt2.*llama, mistral, qwen2, qwen3"),
+        (LLMConfig(config={"model_type": "qwen2_vl_text"}), "llm", "qwen2_vl_text.*omni.model.path"),
+        (LLMConfig(config={"model_type": "qwen2_5_vl_text"}), "llm", "qwen2_5_vl_text.*omni.model.path"),
         (LLMConfig(config={"vocab_size": 3}), "llm", 'no "model_type"'),
         (LLMConfig(config={"model_type": "no_such_type"}), "llm", "no_such_type"),
         (LLMConfig(config={"model_type": "llama", "hidden_size": "big"}), "llm", "hidden_size"),

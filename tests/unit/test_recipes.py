@@ -3,27 +3,39 @@
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from models.multimodal import read_model
-from omni_ds.composition import complete, plan_of, read_composition
-from omni_ds.config import load_config, resolve
+from omni_ds.composition import Composition, complete, plan_of, read_composition
+from omni_ds.config import Config, load_config, resolve
+from omni_ds.layout import settle_degrees
+from omni_ds.plan.hardware import Device
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {
     "qwen2.5-vl-3b": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976),
+    "finetune": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976),
     "qwen2.5-vl-7b": ("Qwen2.5-VL-7B-Instruct", 8_292_166_656),
     "llava-1.5-7b": ("llava-1.5-7b-hf", None),
     "qwen2-audio-7b": ("Qwen2-Audio-7B-Instruct", 8_397_094_912),
+}
+COMPOSED = ("composed", "siglip-whisper-qwen3-8b")
+PARTS = {  # of both, with the parameters of the published checkpoints
+    "llm": ("Qwen3-8B", 8_190_735_360),
+    "encoders.vision": ("siglip-so400m-patch14-384", 877_960_498),
+    "encoders.audio": ("whisper-large-v3", 1_543_490_560),
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_plans_offline_for_eight_gpus(recipe: str) -> None:
     name, published = RECIPES[recipe]
-    path = ROOT / "ds_configs" / "models" / name
-    config = complete(load_config(ROOT / "ds_configs" / f"{recipe}.json", [f"omni.model.path={path}"]))
-    parts = read_composition(config, processors=False)
-    plan = plan_of(resolve(config, 8, None, has_cuda=False), parts, 8)
+    folder = ROOT / "ds_configs" / "models" / name
+    config, parts = _read(
+        recipe, [f"omni.model.path={folder}", "wandb.enabled=false"]
+    )  # wandb: not installed
+    plan = plan_of(config, parts, 8)
     counted = plan.llm.parameters
     counted += sum(meta.tower_parameters + meta.projector_parameters for meta in plan.encoders)
     model = read_model(config.omni.model).model
@@ -32,3 +44,45 @@ def test_a_recipe_plans_offline_for_eight_gpus(recipe: str) -> None:
     )
     assert counted + above == sum(p.numel() for p in model.parameters())
     assert published in (None, counted)
+
+
+@pytest.mark.parametrize("recipe", COMPOSED)
+def test_a_composed_recipe_plans_offline_for_eight_gpus(recipe: str) -> None:
+    folders = {part: ROOT / "ds_configs" / "models" / name for part, (name, _) in PARTS.items()}
+    overrides = [f"omni.{part}.path={folder}" for part, folder in folders.items()]
+    plan = plan_of(*_read(recipe, overrides), 8)
+    whole = {part: _on_meta(folder) for part, folder in folders.items()}
+    for part, (_, published) in PARTS.items():
+        assert _count(whole[part]) == published
+    assert plan.llm.parameters == _count(whole["llm"])
+    vision, audio = plan.encoders
+    tower = whole["encoders.vision"].vision_model  # its head pools what no feature comes from
+    assert vision.tower_parameters == _count(tower) - _count(tower.head)
+    assert audio.tower_parameters == _count(whole["encoders.audio"].model.encoder)
+
+
+def test_all_other_configurations_plan_as_they_are() -> None:
+    bundled = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - {"schema"}
+    others = bundled - {*RECIPES, *COMPOSED}
+    assert "omni" in others
+    for name in others:
+        assert plan_of(*_read(name, []), 8).llm.parameters
+
+
+def _read(recipe: str, overrides: list[str]) -> tuple[Config, Composition]:
+    """Settled for eight GPUs of 80 GiB, as `--plan` does it."""
+    overrides = [*overrides, "omni.hardware.device_memory_gib=80"]
+    config = complete(load_config(ROOT / "ds_configs" / f"{recipe}.json", overrides))
+    parts = read_composition(config, processors=False)
+    config, _ = settle_degrees(config, 8, Device(), parts)
+    return resolve(config, 8, None, has_cuda=True), parts
+
+
+def _on_meta(folder: Path) -> torch.nn.Module:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        return getattr(transformers, config.architectures[0])(config)
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

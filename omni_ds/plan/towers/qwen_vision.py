@@ -1,7 +1,8 @@
 """The vision towers of Qwen2-VL and Qwen2.5-VL in numbers.
 
 An item is an image of any size whose sides are multiples of ``patch * factor``; its segment is the whole
-image. In Qwen2.5-VL all layers but ``full_layers`` attend inside windows of ``window_side`` x ``window_side``
+image. A video is a multiple of ``temporal`` frames of one such size; each ``temporal`` of them are a segment.
+In Qwen2.5-VL all layers but ``full_layers`` attend inside windows of ``window_side`` x ``window_side``
 feature rows. The projector is HF's patch merger: a norm of each token, ``factor`` x ``factor`` tokens joined,
 linear, GELU, linear.
 """
@@ -30,6 +31,7 @@ _PLAIN = {"embed_dim": 1280, "mlp_ratio": 4}
 _WINDOWED = {
     "intermediate_size": 3420,
     "window_size": 112,
+    "tokens_per_second": 4,
     "fullatt_block_indexes": (7, 15, 23, 31),
     "out_hidden_size": 3584,
 }
@@ -44,11 +46,13 @@ def has_windows(model_type: str) -> bool:
 @dataclass(frozen=True)
 class QwenVisionMeta(EncoderMeta):
     """See the module. ``temporal``: frames that one patch joins; an image is repeated as often.
-    ``window_side`` 0: all layers attend to the whole image."""
+    ``window_side`` 0: all layers attend to the whole image. ``tokens_per_second``: positions in time that a
+    second of video has; 0: each step of its grid has one."""
 
     temporal: int = 2
     full_layers: int = 0
     window_side: int = 0
+    tokens_per_second: float = 0
 
     @classmethod
     def from_config(
@@ -97,7 +101,9 @@ class QwenVisionMeta(EncoderMeta):
             tower_parameters=channels * temporal * patch**2 * hidden + layers * layer,
             patch=patch,
             channels=channels,
+            video=True,
             temporal=temporal,
+            tokens_per_second=config["tokens_per_second"] if windows else 0,
             full_layers=full,
             window_side=config["window_size"] // factor // patch if windows else 0,
         )
@@ -113,21 +119,38 @@ class QwenVisionMeta(EncoderMeta):
         return self.patch * self.factor
 
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        height, width = shape
+        *frames, height, width = shape
         if height % self.side or width % self.side or not height * width:
             raise UserError(
-                f"omni.encoders.{self.name}: an image of {height} x {width} pixels does not divide into "
-                f"squares of {self.side}; resize it before encoding"
+                f"omni.encoders.{self.name}: {'a video' if frames else 'an image'} of {height} x {width} "
+                f"pixels does not divide into squares of {self.side}; resize it before encoding"
             )
+        if frames and (frames[0] % self.temporal or not frames[0]):
+            raise UserError(
+                f"omni.encoders.{self.name}: a video of {frames[0]} frames, of which a patch joins "
+                f"{self.temporal}; repeat its last frame"
+            )
+        steps = frames[0] // self.temporal if frames else 1
         rows = (height // self.side) * (width // self.side)
-        return (rows * self.factor**2,), rows
+        return (rows * self.factor**2,) * steps, rows * steps
+
+    @property
+    def segments_per_slice(self) -> int:
+        return 1
+
+    def part_of(self, shape: Sequence[int], first: int, count: int) -> tuple[int, tuple[int, ...]]:
+        start = first * self.temporal
+        return start, (min(shape[0] - start, count * self.temporal), *shape[1:])
 
     @property
     def sliceable(self) -> bool:
         return True
 
     def slices(self, shape: Sequence[int], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Cuts between bands of windows: the tokens of a band stand together, as do its feature rows."""
+        """Cuts between bands of windows: the tokens of a band stand together, as do its feature rows. None
+        for a video, which is dealt by its segments."""
+        if len(shape) == 3:
+            return None
         height, columns, band = shape[0] // self.side, shape[1] // self.side, self.window_side or 1
         bands = -(-height // band)
         if bands < ranks:

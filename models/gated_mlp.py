@@ -1,0 +1,115 @@
+"""A gated MLP as one function: less is kept for the backward pass, and odd widths get aligned products.
+
+``down(silu(gate(x)) * up(x))``. Autograd keeps the product of gate and up besides both; it is one cheap pass
+to make again. And a width whose rows are no multiple of 16 bytes (3420 in Qwen2.5-VL's vision tower) sends
+cuBLAS to kernels of older GPUs, several times slower: weights are padded with zeros for the time of a
+product, which changes no result.
+
+Shapes: T tokens, C width of the model, I of the MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+ALIGNMENT = 8  # numbers of two bytes; Hopper's copy engine takes rows of a multiple of 16 bytes
+
+
+def can_fuse(mlp: nn.Module) -> bool:
+    """Whether a module is such an MLP of plain linears: none that is cut over ranks, or has adapters, or
+    whose weights ZeRO-3 gathers only while the linear itself runs."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not all(type(getattr(mlp, name, None)) is nn.Linear for name in names):
+        return False
+    if any(hasattr(getattr(mlp, name).weight, "ds_id") for name in names):
+        return False
+    return "silu" in type(getattr(mlp, "act_fn", None)).__name__.lower()
+
+
+def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    """The MLP's result [..., C] for x [..., C], on any device."""
+    parts = [
+        p for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj) for p in (linear.weight, linear.bias)
+    ]
+    return _GatedMLP.apply(x.flatten(0, -2), *parts).view_as(x)
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        gate = F.linear(x, _tall(gate_weight), _tall(gate_bias))
+        up = F.linear(x, _tall(up_weight), _tall(up_bias))
+        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        ctx.biases = tuple(bias is not None for bias in (gate_bias, up_bias, down_bias))
+        return F.linear(_product(gate, up), _wide(down_weight), down_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        wants, width = ctx.needs_input_grad, gate_weight.shape[0]
+        down = gradient.t() @ _product(gate, up) if wants[5] else None
+        d_gate, d_up = _product_gradients(gate, up, gradient @ _wide(down_weight))
+        d_x = None
+        if wants[0]:
+            d_x = torch.addmm(d_up @ _tall(up_weight), d_gate, _tall(gate_weight))
+        weights = [
+            (d.t() @ x)[:width] if want else None for d, want in ((d_gate, wants[1]), (d_up, wants[3]))
+        ]
+        biases = [
+            d.sum(0)[: d.shape[1] if d is gradient else width] if has and want else None
+            for d, has, want in zip(
+                (d_gate, d_up, gradient), ctx.biases, (wants[2], wants[4], wants[6]), strict=True
+            )
+        ]
+        down = down[:, :width] if down is not None else None
+        return d_x, weights[0], biases[0], weights[1], biases[1], down, biases[2]
+
+
+def _missing(width: int) -> int:
+    return -width % ALIGNMENT
+
+
+def _tall(weight: Tensor | None) -> Tensor | None:
+    """[I, ...] -> [I rounded up, ...], zeros behind."""
+    if weight is None or not _missing(weight.shape[0]):
+        return weight
+    return F.pad(weight, (0, 0) * (weight.dim() - 1) + (0, _missing(weight.shape[0])))
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """[C, I] -> [C, I rounded up]."""
+    missing = _missing(weight.shape[1])
+    return F.pad(weight, (0, missing)) if missing else weight
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.is_cuda:
+        return F.silu(gate) * up
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    return swiglu_forward(gate, up)[2]
+
+
+def _product_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Of gate and up. Liger's kernel writes them where gate and up were; their graph is not walked twice."""
+    if gate.is_cuda:
+        from liger_kernel.ops.swiglu import swiglu_backward
+
+        return swiglu_backward(gate, up, gradient)
+    sigmoid = gate.sigmoid()
+    return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid

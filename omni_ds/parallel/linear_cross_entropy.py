@@ -1,0 +1,132 @@
+"""Cross-entropy of a linear head over vocabulary shards, without the logits of all tokens at once.
+
+Forward goes through the tokens in blocks and keeps two numbers of each; backward makes the logits again, a
+block of the vocabulary for all tokens at a time, so that each block's weight gradient is one product. Nothing
+waits for the device, and blocks are whole multiples of what matrix kernels like.
+
+Shapes: N targets, H hidden size, v vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+BLOCK = 1 << 27  # numbers of a block of logits: 512 MiB in fp32
+ALIGNMENT = 256  # rows or columns of a block
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    start: int,
+    group: ProcessGroup | None,
+    block: int = BLOCK,
+) -> Tensor:
+    """Losses [N] fp32 of ``hidden @ weight.T`` over the whole vocabulary; the same on all ranks of ``group``.
+
+    Args:
+        hidden: [N, H], the same on all ranks; its gradient is complete on each.
+        weight: [v, H], rows ``start`` to ``start + v`` of the vocabulary.
+        targets: [N] int64.
+        group: ranks that hold the other rows, None where one rank has all.
+        block: numbers of logits that exist at a time, about.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, targets, start, group, block)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        start: int,
+        group: ProcessGroup | None,
+        block: int,
+    ) -> Tensor:
+        rows = _aligned(block // max(1, weight.shape[0]))
+        # Kept apart: in one log-sum-exp a large offset of all logits would swallow the small sum.
+        highest, total, at_target = (
+            torch.empty(targets.shape, dtype=torch.float32, device=hidden.device) for _ in range(3)
+        )
+        for first in range(0, hidden.shape[0], rows):
+            here = slice(first, first + rows)
+            logits = _product(hidden[here], weight.t())
+            torch.amax(logits, dim=-1, out=highest[here])
+            logits.sub_(highest[here].unsqueeze(1))
+            place, mine = _places(targets[here], start, weight.shape[0])
+            at_target[here] = logits.gather(1, place).squeeze(1) * mine
+            torch.sum(logits.exp_(), dim=-1, out=total[here])
+        if group is not None:
+            here = highest.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            _, mine = _places(targets, start, weight.shape[0])
+            moved = here - highest
+            sums = torch.stack([total * moved.exp(), at_target + moved * mine])
+            dist.all_reduce(sums, group=group)
+            total, at_target = sums
+        ctx.save_for_backward(hidden, weight, targets, highest, total)
+        ctx.start, ctx.group, ctx.block = start, group, block
+        return total.log() - at_target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, highest, total = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        columns = _aligned(ctx.block // max(1, hidden.shape[0]))
+        scale = (gradient / total).unsqueeze(1)
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        d_weight = torch.empty_like(weight) if wants_weight else None
+        for first in range(0, weight.shape[0], columns):
+            rows = weight[first : first + columns]
+            logits = _product(hidden, rows.t()).sub_(highest.unsqueeze(1)).exp_().mul_(scale)
+            place, mine = _places(targets, ctx.start + first, rows.shape[0])
+            logits.scatter_add_(1, place, (gradient * mine).neg_().unsqueeze(1))
+            logits = logits.to(hidden.dtype)
+            if d_weight is not None:
+                torch.mm(logits.t(), hidden, out=d_weight[first : first + columns])
+            if d_hidden is not None:
+                _add_product(d_hidden, logits, rows)
+        if d_hidden is not None:
+            if ctx.group is not None:
+                dist.all_reduce(d_hidden, group=ctx.group)
+            d_hidden = d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _aligned(count: int) -> int:
+    return max(1, count // ALIGNMENT) * ALIGNMENT
+
+
+def _places(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Of targets among ``rows`` rows from ``start``: column [N, 1], any where they are elsewhere, and [N] 1.0
+    where they are here."""
+    local = targets - start
+    mine = (local >= 0) & (local < rows)
+    return local.clamp(0, rows - 1).unsqueeze(1), mine.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32, straight from the accumulators where the device can."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` in fp32, which keeps what a low-precision sum of many blocks would lose."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        total += (a @ b).float()
