@@ -82,6 +82,7 @@ class Qwen3VisionMeta(QwenVisionMeta):
             tower_parameters=stem + layers * layer,
             patch=patch,
             channels=channels,
+            video=True,
             levels=len(levels),
             temporal=temporal,
             full_layers=layers,
