@@ -7,6 +7,7 @@ image; the video processor resizes with torchvision, whose bicubic filter rounds
 import copy
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,13 @@ from data.video import Video
 from omni_ds.errors import UserError
 
 # transformers' Qwen2VLVideoProcessor; its fps is None, which takes every frame
-_DEFAULTS = {
+DEFAULTS = {
     "fps": 2.0,
     "min_frames": 4,
     "max_frames": 768,
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     "max_video_tokens": 128000,
 }
-
-# By the tower's model_type: Qwen2_5OmniProcessor and Qwen3OmniMoeProcessor take a step's seconds from the
-# rate that is asked for, or from these, and bound frames whatever the video processor says.
-_OMNI = {"qwen2_5_omni_vision_encoder": {"fps": 2.0}, "qwen3_omni_moe_vision_encoder": {"fps": 1.0}}
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,7 @@ class GridVideoPreprocess(Preprocess):
     """Frames of a video, taken evenly, each resized as an image of whole cells; the last is repeated up to a
     multiple of the frames that one patch joins.
 
-    processor: the image processor of the checkpoint; resample, mean and deviation are its own. says_times:
-    whether the text says when frames are shown. nominal: a step of a file lasts as long as at the wanted
-    rate, whatever rate its frames could be taken at.
+    processor: the image processor of the checkpoint; resample, mean and deviation are its own.
     """
 
     modality = "video"
@@ -70,14 +65,12 @@ class GridVideoPreprocess(Preprocess):
         sampling: FrameSampling,
         sizing: VideoSizing,
         formula: Formula = evenly,
-        says_times: bool = False,
-        nominal: bool = False,
     ):
         self.processor, self.sampling, self.sizing = processor, sampling, sizing
-        self.formula, self.says_times, self.nominal = formula, says_times, nominal
+        self.formula = formula
         self.side = processor.patch_size * processor.merge_size
         self.temporal = processor.temporal_patch_size
-        self.settings = sampling, sizing, formula.__name__, nominal
+        self.settings = sampling, sizing, formula.__name__
         self._resized = sys.modules[type(processor).__module__].smart_resize
 
     def plan_shape(self, header: MediaHeader) -> tuple[int, ...]:
@@ -89,20 +82,24 @@ class GridVideoPreprocess(Preprocess):
     def _plan(self, header: MediaHeader) -> tuple[Planned, np.ndarray]:
         """And the numbers of the frames, padding included."""
         taken, rate = sample_frames(header, self.sampling, self.formula)
-        most = self.sizing.most(len(taken), self.temporal)
         try:
-            height, width = self._resized(
-                header.height, header.width, self.side, self.sizing.min_pixels, most
-            )
+            height, width = self._size(header, len(taken))
         except ValueError as error:
             raise MediaError(
                 "video cannot be resized", f"{header.height} x {header.width}: {error}"
             ) from None
         taken = np.append(taken, np.repeat(taken[-1:], -len(taken) % self.temporal))
-        if self.nominal and not header.listed:
-            rate = self.sampling.fps
-        times = tuple(header.times[taken].tolist()) if self.says_times else ()
-        return Planned((len(taken), height, width), self.temporal / rate, times), taken
+        planned = Planned((len(taken), height, width), self.temporal / rate, self._times(header, taken))
+        return planned, taken
+
+    def _size(self, header: MediaHeader, frames: int) -> tuple[int, int]:
+        """(height, width) of a frame of so many; ValueError for extreme proportions."""
+        most = self.sizing.most(frames, self.temporal)
+        return self._resized(header.height, header.width, self.side, self.sizing.min_pixels, most)
+
+    def _times(self, header: MediaHeader, taken: np.ndarray) -> tuple[float, ...]:
+        """What the text says of each step (`Planned.times`)."""
+        return ()
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
         video = Video(ref)
@@ -123,18 +120,23 @@ class GridVideoPreprocess(Preprocess):
         return np.zeros((3, *shape), dtype=np.float32)
 
 
-def grid_video_preprocess(
-    where: str, processor: Any, encoder: Any, model_type: str = ""
-) -> GridVideoPreprocess:
+def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideoPreprocess:
     """Of a checkpoint's video processor, in the files where transformers looks for it, within the
-    configuration's bounds. processor: its image processor. model_type: of the tower."""
-    given, omni = encoder.processor, _OMNI.get(model_type, {})
-    stored = _DEFAULTS | omni | stored_processor(encoder.path)
-    if omni:
-        side = processor.patch_size * processor.merge_size
-        stored |= {"size": {"shortest_edge": 128 * side**2, "longest_edge": 768 * side**2}}
-        stored |= {"min_pixels": None, "max_pixels": None}
-    size = dict(_DEFAULTS["size"]) | dict(stored.get("size") or {})
+    configuration's bounds. processor: its image processor."""
+    return bounded_videos(where, processor, encoder, DEFAULTS | stored_processor(encoder.path))
+
+
+def bounded_videos(
+    where: str,
+    processor: Any,
+    encoder: Any,
+    stored: Mapping[str, Any],
+    kind: type[GridVideoPreprocess] = GridVideoPreprocess,
+) -> GridVideoPreprocess:
+    """As a checkpoint's video processor says (stored, all of `DEFAULTS`), within the configuration's
+    bounds."""
+    given = encoder.processor
+    size = dict(DEFAULTS["size"]) | dict(stored.get("size") or {})
     for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         values = (getattr(given, f"video_{key}"), getattr(given, key), stored.get(key))
         size[edge] = next((value for value in values if value is not None), size[edge])
@@ -147,8 +149,17 @@ def grid_video_preprocess(
     if not total and stored.get("cap_pixels_per_frame"):
         side = processor.patch_size * processor.merge_size
         total = int(stored["max_video_tokens"] * side * side * 0.9)
+    processor, sampling = asked_sampling(where, processor, encoder, stored, DEFAULTS)
+    return kind(processor, sampling, VideoSizing(size["shortest_edge"], size["longest_edge"], total))
+
+
+def asked_sampling(
+    where: str, processor: Any, encoder: Any, stored: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[Any, FrameSampling]:
+    """(the image processor with what is stored about videos, how frames are taken): of the configuration,
+    else stored, else the defaults."""
     numbers = {
-        key: getattr(given, key) or stored[key] or _DEFAULTS[key]
+        key: getattr(encoder.processor, key) or stored[key] or defaults[key]
         for key in ("fps", "min_frames", "max_frames")
     }
     if numbers["min_frames"] > numbers["max_frames"]:
@@ -159,11 +170,9 @@ def grid_video_preprocess(
     processor = copy.copy(processor)
     for key in ("image_mean", "image_std", "rescale_factor", "resample"):
         setattr(processor, key, stored.get(key, getattr(processor, key)))
-    sampling = FrameSampling(
+    return processor, FrameSampling(
         float(numbers["fps"]), numbers["min_frames"], numbers["max_frames"], processor.temporal_patch_size
     )
-    sizing = VideoSizing(size["shortest_edge"], size["longest_edge"], total)
-    return GridVideoPreprocess(processor, sampling, sizing, nominal=bool(omni))
 
 
 def stored_processor(path: str) -> dict[str, Any]:

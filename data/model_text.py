@@ -8,7 +8,9 @@ from data.errors import RowError
 from data.media import MediaRef
 from data.planned import Planned
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
-from data.text import TextProcessor, Tokenised, any_of
+from data.text import TextProcessor, any_of
+from data.timed_videos import timed_text
+from data.tokenised import Tokenised
 
 
 class ModelTextProcessor(TextProcessor):
@@ -30,6 +32,10 @@ class ModelTextProcessor(TextProcessor):
 
     def _own(self) -> re.Pattern[str]:
         return any_of(placeholder.token for placeholder in self.placeholders.values())
+
+    def _written(self, ref: MediaRef, planned: Planned | None) -> str:
+        token = super()._written(ref, planned)
+        return timed_text(planned, token, self.tokenizer) if planned is not None and planned.times else token
 
     def _for_template(self, message: Mapping[str, Any], media: Sequence[MediaRef]) -> dict[str, Any]:
         given = super()._for_template(message, media)

@@ -10,7 +10,7 @@ from data.model_text import ModelTextProcessor
 from data.planned import Planned
 from data.rows import Sample
 from data.sounds import interleaved, videos_of_sounds
-from data.text import Tokenised
+from data.tokenised import Tokenised
 from omni_ds.plan.clock import Clock
 
 

@@ -15,7 +15,7 @@ class Planned:
     """A medium before it is decoded.
 
     shape: image (height, width) in pixels, video (frames, height, width), audio (mel frames,). Of a video,
-    seconds: from one step of its grid in time to the next; times: of its frames where the text says them.
+    seconds: from one step of its grid in time to the next; times: of its steps where the text says them.
     rows: features of the encoder; 0 until it has measured the shape.
     """
 

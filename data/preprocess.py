@@ -16,8 +16,10 @@ from data.grid_images import grid_preprocess
 from data.grid_videos import grid_video_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
+from data.omni_videos import omni_video_preprocess
 from data.padded_audio import PaddedAudioPreprocess
 from data.planned import Preprocess, SeveralMedia
+from data.timed_videos import timed_video_preprocess
 from omni_ds.config.limits import VIDEO_OPTIONS
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import read_geometry, tower_config
@@ -114,6 +116,14 @@ class AudioPreprocess(Preprocess):
         return np.zeros((self.processor.feature_size, *shape), dtype=np.float32)
 
 
+_VIDEOS = {  # by model_type of the tower; others: grid_video_preprocess
+    "qwen3_vl_vision": timed_video_preprocess,
+    "qwen3_vl_moe_vision": timed_video_preprocess,
+    "qwen2_5_omni_vision_encoder": omni_video_preprocess(fps=2.0),
+    "qwen3_omni_moe_vision_encoder": omni_video_preprocess(fps=1.0),
+}
+
+
 def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> Preprocess:
     """Preprocessing of one encoder.
 
@@ -126,8 +136,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         if hf_config.get("spatial_merge_size"):
             processor = _load_image_processor(where, encoder)
             images = grid_preprocess(where, processor, encoder, hf_config)
-            videos = grid_video_preprocess(where, processor, encoder, hf_config.get("model_type", ""))
-            return SeveralMedia({"image": images, "video": videos})
+            videos = _VIDEOS.get(hf_config.get("model_type"), grid_video_preprocess)
+            return SeveralMedia({"image": images, "video": videos(where, processor, encoder)})
         _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)

@@ -6,56 +6,21 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from data.chat import ChatRenderer, Rendered
 from data.errors import RowError
-from data.labels import Ranges, check_decodes, gaps, shift_labels, target_ranges, target_tokens
+from data.labels import Ranges, check_decodes, gaps, target_ranges, target_tokens
 from data.media import MediaRef
 from data.placeholders import Placeholder
 from data.planned import Planned
 from data.positions import Positions, sequence_positions
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
-
-
-@dataclass(frozen=True)
-class Tokenised:
-    """A sample with one placeholder token for each run of a medium's feature rows.
-
-    ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
-    run's placeholder, increasing. runs: (ordinal of its medium, its feature rows or None: all) of each; none
-    given: every medium in its order is one run.
-    """
-
-    ids: np.ndarray
-    targets: np.ndarray
-    slots: tuple[int, ...]
-    runs: tuple[tuple[int, int | None], ...] | None = None
-
-    def expand(
-        self, rows: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
-        """(input_ids int64 [T], labels int64 [T], spans (offset, length) of each medium) when the media have
-        so many feature rows.
-
-        labels are shifted: labels[t] is the token that position t predicts, -100 where there is none.
-        """
-        runs = [(ordinal, None) for ordinal in range(len(rows))] if self.runs is None else self.runs
-        lengths = [rows[ordinal] if length is None else length for ordinal, length in runs]
-        repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[list(self.slots)] = lengths
-        offsets = np.cumsum(repeats) - repeats
-        input_ids = np.repeat(self.ids, repeats)
-        labels = shift_labels(input_ids, np.repeat(self.targets, repeats))
-        spans: list[list[tuple[int, int]]] = [[] for _ in rows]
-        for slot, (ordinal, _), length in zip(self.slots, runs, lengths, strict=True):
-            spans[ordinal].append((int(offsets[slot]), length))
-        for places, count in zip(spans, rows, strict=True):
-            assert sum(length for _, length in places) == count, f"{places} for {count} feature rows"
-        return input_ids, labels, tuple(map(tuple, spans))
+from data.tokenised import Tokenised
 
 
 class TextProcessor:
@@ -128,7 +93,8 @@ class TextProcessor:
             rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
-        text, targets, literal = self._place(text, targets, literal, sample)
+        written = [self._written(ref, each) for ref, each in zip_longest(sample.media, planned)]
+        text, targets, literal = self._place(text, targets, literal, written)
         ids, offsets = self._encode(text, literal)
         runs = target_tokens(text, offsets, targets)
         if verify:
@@ -138,13 +104,17 @@ class TextProcessor:
             mask[run] = True
         if sample.messages is None:
             ids, mask = self._delimit(ids, mask)
-        slots = self._slots(ids, sample)
+        slots, runs = self._slots(ids, sample, planned)
         mask[list(slots)] = False
         if not mask[1:].any():
             raise RowError(
                 "no target token", f"nothing in the row is to be learnt with loss_on {self.loss_on!r}"
             )
-        return Tokenised(ids, mask, slots)
+        return Tokenised(ids, mask, slots, runs)
+
+    def _written(self, ref: MediaRef, planned: Planned | None) -> str:
+        """What stands for a medium in the text, with a placeholder for each run of its feature rows."""
+        return self._by_modality[ref.modality].token
 
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
@@ -207,22 +177,21 @@ class TextProcessor:
         return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
     def _place(
-        self, text: str, targets: Ranges, literal: Ranges, sample: Sample
+        self, text: str, targets: Ranges, literal: Ranges, written: Sequence[str]
     ) -> tuple[str, Ranges, Ranges]:
-        """Write each medium's placeholder token for its private character; ranges follow, literal ones leave
-        it out.
+        """Write what stands for each medium for its private character; ranges follow, literal ones leave it
+        out.
         """
         found = list(MEDIA_CHARACTER.finditer(text))
-        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(sample.media))):
+        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(written))):
             raise RowError(
                 "chat template drops or moves media",
-                f"{len(sample.media)} media in the row, {len(found)} rendered",
+                f"{len(written)} media in the row, {len(found)} rendered",
             )
         positions = [match.start() for match in found]
-        tokens = [self._by_modality[ref.modality].token for ref in sample.media]
         growth = [0]
-        for token in tokens:
-            growth.append(growth[-1] + len(token) - 1)
+        for each in written:
+            growth.append(growth[-1] + len(each) - 1)
 
         def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
             return [
@@ -234,7 +203,7 @@ class TextProcessor:
         literal = [
             gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
         ]
-        queue = iter(tokens)
+        queue = iter(written)
         return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
@@ -277,9 +246,13 @@ class TextProcessor:
             ids, mask = np.append(ids, eos), np.append(mask, True)
         return ids, mask
 
-    def _slots(self, ids: np.ndarray, sample: Sample) -> tuple[int, ...]:
-        """Positions of the placeholder tokens, which must be the row's media in order."""
-        wanted = [self._by_modality[ref.modality].id for ref in sample.media]
+    def _slots(
+        self, ids: np.ndarray, sample: Sample, planned: Sequence[Planned]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, int | None], ...] | None]:
+        """(positions of the placeholder tokens, which must be the row's media in order; `Tokenised.runs`)."""
+        steps = [len(each.times) for each in planned] or [0] * len(sample.media)
+        runs = [(nth, count) for nth, count in enumerate(steps) for _ in range(count or 1)]
+        wanted = [self._by_modality[sample.media[nth].modality].id for nth, _ in runs]
         own = {placeholder.id for placeholder in self.placeholders.values()}
         tokens = ids.tolist()
         slots = tuple(at for at, token in enumerate(tokens) if token in own)
@@ -287,7 +260,9 @@ class TextProcessor:
             raise RowError(
                 "placeholder tokens do not match the media", f"{len(slots)} tokens for {len(wanted)} media"
             )
-        return slots
+        if not any(steps):
+            return slots, None
+        return slots, tuple((nth, planned[nth].rows // count if count else None) for nth, count in runs)
 
 
 def _default_template(template: str | Mapping[str, str] | None) -> str | None:

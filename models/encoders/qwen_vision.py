@@ -102,12 +102,12 @@ class QwenVisionEncoder(Encoder):
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         meta, device = self.meta, values[0].device
         grids = [(value.shape[-2] // meta.patch, value.shape[-1] // meta.patch) for value in values]
-        steps = [
+        frames = [  # of images and of steps of videos
             grid
             for value, grid in zip(values, grids, strict=True)
             for _ in range(value.shape[1] // meta.temporal if value.dim() == 4 else 1)
         ]
-        orders = [image_order(*grid, meta.factor, meta.window_side) for grid in steps]
+        orders = [image_order(*grid, meta.factor, meta.window_side) for grid in frames]
         lengths = [len(order.order) for order in orders]
         patches = torch.cat([patches_of(v, meta.patch, meta.factor, meta.temporal) for v in values])
         order, places = (
@@ -117,7 +117,7 @@ class QwenVisionEncoder(Encoder):
         hidden = self._run_blocks(
             patches.index_select(0, order),
             torch.cat([each.at for each in orders]),
-            torch.tensor(steps).repeat_interleave(torch.tensor(lengths), dim=0),
+            torch.tensor(frames).repeat_interleave(torch.tensor(lengths), dim=0),
             Packing.of(lengths, device),
             Packing.of([n for each in orders for n in each.windows], device),
         )

@@ -36,8 +36,8 @@ class EncoderMeta:
     ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
     ``mlp_matrices`` is 3 for gated MLPs. ``image``: side of the square that the position embeddings are made
     for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). ``video``:
-    the tower takes videos beside its images. ``levels``: outputs of ``out_hidden`` beside a row's own that
-    go into later layers of the LLM (deepstack). Fields of the other family are 0.
+    the tower takes videos beside its images. ``levels``: outputs of ``out_hidden`` beside a row's own that go
+    into later layers of the LLM (deepstack). Fields of the other family are 0.
     """
 
     name: str
@@ -66,8 +66,8 @@ class EncoderMeta:
     pad_to_window: bool = False
     native: bool = False
     max_pixels: int = 0
-    levels: int = 0
     video: bool = False
+    levels: int = 0
 
     @classmethod
     def from_config(

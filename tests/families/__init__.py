@@ -41,9 +41,14 @@ class TinyFamily:
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
-    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2tp2",)),
+    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
     "qwen3_vl_moe": TinyFamily(
-        qwen3_vl.qwen3, qwen3_vl.NAMES, layouts=("pp2ep2",), experts=True, values=qwen3_vl.transposed
+        qwen3_vl.qwen3,
+        qwen3_vl.NAMES,
+        media=("image", "video"),
+        layouts=("pp2ep2",),
+        experts=True,
+        values=qwen3_vl.transposed,
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from parity.hf_videos import hf_video
+from parity.hf_videos import hf_timed_video, hf_video
 from torch import Tensor
 
 # Classes around the one that is trained.
@@ -79,8 +79,11 @@ class HFSamples:
         for modality, token in self.tokens.items():
             if given := row.get(f"{modality}s"):
                 made = getattr(self, f"_{modality}")(given)
-                counts = iter(self._counts(modality, made))
-                text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
+                stand_ins = made.pop("texts", None)
+                if stand_ins is None:
+                    stand_ins = [token * count for count in self._counts(modality, made)]
+                pieces = text.split(token)
+                text = "".join(a + b for a, b in zip(pieces, [*stand_ins, ""], strict=True))
                 media |= made
         return text, media
 
@@ -100,7 +103,14 @@ class HFSamples:
         pictures = [Image.open(self.folder / name).convert("RGB") for name in names]
         return dict(self.processors["image"](pictures, return_tensors="pt"))
 
-    def _video(self, given: list[Any]) -> dict[str, Tensor]:
+    def _video(self, given: list[Any]) -> dict[str, Any]:
+        if self.config.model_type.startswith("qwen3_vl"):
+            made = [hf_timed_video(value, self.folder, self.processors["image"]) for value in given]
+            return {
+                "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
+                "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
+                "texts": [text for _, _, text in made],
+            }
         made = [hf_video(value, self.folder, self.processors["image"]) for value in given]
         found = {
             "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
