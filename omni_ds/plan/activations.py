@@ -121,7 +121,7 @@ def head_bytes(llm: LLMMeta, element: int) -> int:
 def encoder_bytes(meta: EncoderMeta, element: int) -> tuple[int, int]:
     """(of a token in the tower, of a feature row in the projector)."""
     layer = 8 * meta.hidden + (4 if meta.mlp_matrices == 3 else 2) * meta.intermediate
-    tower = element * (meta.layers * layer + 2 * meta.hidden) if meta.tower_trainable else 0
+    tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
     rows = element * row if meta.trainable else 0
     return tower, rows

@@ -208,6 +208,11 @@ class EncoderMeta:
         return self.out_hidden * (1 + self.levels)
 
     @property
+    def stem_width(self) -> int:
+        """Numbers that backward needs of a token before the first layer."""
+        return 2 * self.hidden
+
+    @property
     def projector_in(self) -> int:
         """Channels of a row as the projector's first linear sees it."""
         return (

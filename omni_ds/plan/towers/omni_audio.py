@@ -133,6 +133,12 @@ class OmniAudioMeta(EncoderMeta):
         return 2 * self.hidden * self.projector_hidden, 2 * self.hidden * self.out_hidden
 
     @property
+    def stem_width(self) -> int:
+        # Of three convolutions, before and after GELU, and after their padding is set to zero.
+        places = 4 * _halved(self.mels, 1) + 2 * _halved(self.mels, 2) + _halved(self.mels, 3)
+        return super().stem_width + 3 * self.channels * places
+
+    @property
     def window(self) -> int:
         """Mel frames of a full segment."""
         return self.chunk * self.span
