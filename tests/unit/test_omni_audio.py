@@ -109,11 +109,13 @@ def test_parameters_and_work(name: str) -> None:
     encoder, _ = built(TOWERS[name])
     assert encoder.meta.tower_parameters == sum(p.numel() for p in encoder.tower.parameters())
     assert encoder.meta.projector_parameters == sum(p.numel() for p in encoder.projector.parameters())
-    with FlopCounterMode(display=False) as counter:
+    math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with math, FlopCounterMode(display=False) as counter:
         encoder([torch.randn(SIZES["num_mel_bins"], 400)])
     segments, rows = encoder.meta.measure((400,))
     counted = encoder.meta.forward_flops(segments, rows)
-    assert counter.get_total_flops() == pytest.approx(counted, rel=0.06)
+    # Convolutions also see the gaps between chunks, or half a token's frames less.
+    assert counter.get_total_flops() == pytest.approx(counted, rel=0.05)
 
 
 def test_sizes_that_hf_does_not_count_right() -> None:
