@@ -115,7 +115,7 @@ def test_parameters_and_work(name: str) -> None:
     segments, rows = encoder.meta.measure((400,))
     counted = encoder.meta.forward_flops(segments, rows)
     # Convolutions also see the gaps between chunks, or half a token's frames less.
-    assert counter.get_total_flops() == pytest.approx(counted, rel=0.05)
+    assert counter.get_total_flops() == pytest.approx(counted, rel=0.08)
 
 
 def test_sizes_that_hf_does_not_count_right() -> None:
