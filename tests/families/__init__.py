@@ -34,7 +34,7 @@ class TinyFamily:
 
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
-    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=("pp2", "whole")),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
