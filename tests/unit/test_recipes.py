@@ -18,6 +18,7 @@ RECIPES = {
     "finetune": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976),
     "qwen2.5-vl-7b": ("Qwen2.5-VL-7B-Instruct", 8_292_166_656),
     "llava-1.5-7b": ("llava-1.5-7b-hf", None),
+    "qwen3-vl-30b-a3b": ("Qwen3-VL-30B-A3B-Instruct", 31_070_754_032),
     "qwen2-audio-7b": ("Qwen2-Audio-7B-Instruct", 8_397_094_912),
 }
 COMPOSED = ("composed", "siglip-whisper-qwen3-8b")
