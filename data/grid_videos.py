@@ -7,7 +7,7 @@ image; the video processor resizes with torchvision, whose bicubic filter rounds
 import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,15 @@ class GridVideoPreprocess(Preprocess):
         return ()
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        return self.load_frames(ref, shape, range(shape[0]))
+
+    def load_frames(self, ref: MediaRef, shape: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray:
         video = Video(ref)
         planned, taken = self._plan(video.header)
         if planned.shape != tuple(shape):
             raise MediaError("video has changed since it was indexed", str(ref))
-        result = self.blank(shape)
+        taken = taken[list(numbers)]
+        result = self.blank((len(taken), *shape[1:]))
         previous = None
         for place, (number, frame) in enumerate(zip(taken, video.frames(taken), strict=True)):
             if number == previous:

@@ -271,6 +271,10 @@ class EncoderMeta:
             return side, side
         return (max(self.minimal_shape()[0], int(self.window * scale)),)
 
+    def example_video(self, scale: float) -> tuple[int, ...]:
+        """Shape of a made-up video of up to 32 frames."""
+        return (max(1, int(32 * scale)), *self.example_shape(min(0.5, 2 * scale)))
+
     def _first_flops(self, segments: Sequence[int]) -> int:
         """The first convolution, whose input needs no gradient."""
         tokens = sum(segments)

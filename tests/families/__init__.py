@@ -37,7 +37,7 @@ class TinyFamily:
 
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
-    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=("pp2", "whole")),
     "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
     "qwen3_vl_moe": TinyFamily(
         qwen3_vl.qwen3,

@@ -12,11 +12,13 @@ from data.index import open_dataset
 from data.inspect import inspect_samples
 from data.loader import EvalLoader
 from data.media import MediaHeader
+from data.video import Video
 from omni_ds.composition import complete, read_composition
 from omni_ds.config import validate
 from omni_ds.errors import UserError
 from omni_ds.plan.build import PlanOptions, build_plan
 from omni_ds.plan.cost import EncoderCost
+from omni_ds.plan.example import example_samples, mixes_of
 from omni_ds.plan.long_short import split_item, split_recordings
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import Item, SampleMeta
@@ -193,7 +195,30 @@ def test_parts_of_a_video_are_its_frames(model: Path, folder: Path) -> None:
     dataset = opened(model, folder, [row("<video>?", videos=["b.mp4"])])
     _, parts = steps(model, folder, dataset, "auto")
     assert [tuple(part.shape) for part in parts] == [(3, 2, 24, 40)] * 4
-    assert torch.equal(torch.cat(parts, dim=1), torch.as_tensor(dataset.load_media(0, 0)))
+    whole = dataset.load_media(0, 0)
+    assert torch.equal(torch.cat(parts, dim=1), torch.as_tensor(whole))
+
+
+def test_only_frames_of_the_parts_are_decoded(model: Path, folder: Path, monkeypatch) -> None:
+    dataset = opened(model, folder, [row("<video>?", videos=["b.mp4"])])
+    whole, asked, original = dataset.load_media(0, 0), [], Video.frames
+    monkeypatch.setattr(
+        Video, "frames", lambda self, taken: asked.append(len(taken)) or original(self, taken)
+    )
+    assert (dataset.load_media(0, 0, ((6, 2), (2, 2))) == whole[:, [6, 7, 2, 3]]).all()
+    assert asked == [4] and dataset.blank_media(0, 0, ((6, 2), (2, 2))).shape == (3, 4, 24, 40)
+
+
+def test_costs_of_a_video_are_those_of_its_steps(model: Path, folder: Path) -> None:
+    _, parts = composed(model, folder, {})
+    (meta,) = parts.encoders
+    image, video = meta.measure((24, 40)), meta.measure((12, 24, 40))
+    assert meta.forward_flops(*video) == 6 * meta.forward_flops(*image)
+    plan = build_plan(parts.llm, parts.encoders, Mesh.from_world(1, pipe=1), PlanOptions())
+    assert mixes_of(plan) == ("example", "image-heavy", "video-heavy", "text-only")
+    for sample in example_samples(plan, 8, 4096, mix="video-heavy"):
+        assert all(len(item.shape) == 3 and item.encoder == "vision" for item in sample.items)
+    assert any(sample.items for sample in example_samples(plan, 8, 4096, mix="video-heavy"))
 
 
 def test_a_long_video_is_dealt_by_its_steps(model: Path, folder: Path) -> None:

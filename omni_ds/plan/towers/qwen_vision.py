@@ -165,6 +165,10 @@ class QwenVisionMeta(EncoderMeta):
         side = max(1, int(_EXAMPLE_SIDE * scale) // self.side) * self.side
         return side, side
 
+    def example_video(self, scale: float) -> tuple[int, ...]:
+        steps = max(1, int(32 * scale) // self.temporal)
+        return (steps * self.temporal, *self.example_shape(min(0.5, 2 * scale)))
+
     def _first_flops(self, segments: Sequence[int]) -> int:
         return 2 * sum(segments) * self.channels * self.temporal * self.patch**2 * self.hidden
 
