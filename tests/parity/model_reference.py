@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,16 @@ def section_of(name: str, omni: Any) -> Any:
     return tower.projector if projects else tower
 
 
+def router_penalty(hf: Any, router_logits: Any) -> Tensor:
+    """Our definition of the router loss of one document, by HF's function: summed over its tokens."""
+    config, module = hf.config.get_text_config(), sys.modules[type(hf).__module__]
+    total = torch.zeros(())
+    for logits in router_logits:
+        aux = module.load_balancing_loss_func((logits,), config.num_local_experts, config.num_experts_per_tok)
+        total = total + len(logits) * config.router_aux_loss_coef * aux
+    return total / len(router_logits)
+
+
 def train_hf_model(
     config: Any, dataset: Any, sampler: Any, model: Path, rows: Path, steps: int
 ) -> dict[str, Any]:
@@ -195,16 +206,18 @@ def train_hf_model(
     trained = [p for group in groups for p in group["params"]]
     losses, norms, gradients = [], [], {}
     for step in range(steps):
-        loss, targets = torch.zeros(()), 0
+        loss, penalty, targets, tokens = torch.zeros(()), torch.zeros(()), 0, 0
         for row in sampler.rows(step):
             sample, inputs = dataset.encode(row), samples.inputs(row)
             assert inputs["input_ids"][0].tolist() == sample.input_ids.tolist(), f"row {row}: other tokens"
             labels = torch.as_tensor(sample.labels)
-            logits = hf(**inputs, use_cache=False).logits[0]
-            loss = loss + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            targets += int((labels >= 0).sum())
+            out = hf(**inputs, use_cache=False)
+            loss = loss + F.cross_entropy(out.logits[0], labels, ignore_index=-100, reduction="sum")
+            if getattr(hf.config.get_text_config(), "output_router_logits", False):
+                penalty = penalty + router_penalty(hf, out.router_logits)
+            targets, tokens = targets + int((labels >= 0).sum()), tokens + len(labels)
         optimizer.zero_grad()
-        (loss / targets).backward()
+        (loss / targets + penalty / tokens).backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)))

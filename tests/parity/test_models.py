@@ -4,6 +4,7 @@ Bounds, fp32: losses and norms 1e-5 relative, weights after three steps 1e-5 abs
 """
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,19 +55,24 @@ FROZEN: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def made(family: str, tied: bool = False, frozen: str = "") -> tuple[Path, Path, Path]:
-    """(checkpoint, rows, configuration) of a tiny model."""
+def made(family: str, tied: bool = False, frozen: str = "", router: bool = False) -> tuple[Path, Path, Path]:
+    """(checkpoint, rows, configuration) of a tiny model. router: with a coefficient of its loss."""
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     model, rows = make_model(family, folder / "model", tied=tied), rows_of(family, folder / "rows")
+    if router:
+        config = json.loads((model / "config.json").read_text())
+        inside = config.get("thinker_config", config)
+        inside["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        (model / "config.json").write_text(json.dumps(config))
     raw = family_config(family, model, rows, folder / "run")
     raw["omni"] = merged(raw["omni"], FROZEN.get(frozen, {}))
     return model, rows, write_config(raw, folder / "config.json")
 
 
 @functools.cache
-def reference(family: str, tied: bool = False, frozen: str = "") -> dict[str, Any]:
+def reference(family: str, *variant: Any) -> dict[str, Any]:
     """The plain loop in a child, so that this process can still fork."""
-    return run_ranks(_reference, 1, *map(str, made(family, tied, frozen)), timeout=120)[0]
+    return run_ranks(_reference, 1, *map(str, made(family, *variant)), timeout=120)[0]
 
 
 def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
@@ -82,11 +88,11 @@ def _reference(model: str, rows: str, config_path: str) -> dict[str, Any]:
     return result
 
 
-def check(family: str, layout: str, tied: bool = False, frozen: str = "") -> None:
+def check(family: str, layout: str, tied: bool = False, frozen: str = "", router: bool = False) -> None:
     world, overrides = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    config = str(made(family, tied, frozen)[2])
+    config = str(made(family, tied, frozen, router)[2])
     results = run_ranks(train_and_collect, world, config, overrides, timeout=180)
-    expected = reference(family, tied, frozen)
+    expected = reference(family, tied, frozen, router)
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), result["rank"]
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), result["rank"]
@@ -144,3 +150,11 @@ def test_frozen_parts_equal_hf(frozen: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tied_model_equals_hf(family: str) -> None:
     check(family, "pp2", tied=True)
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts])
+def test_router_losses_are_those_of_our_definition(family: str) -> None:
+    """HF's function for each document and layer, weighted by tokens; HF's own is over the whole batch."""
+    check(family, "pp2ep2", router=True)
+    plain, taught = reference(family, False, "", False), reference(family, False, "", True)
+    assert taught["norms"][0] != pytest.approx(plain["norms"][0], rel=1e-3)
