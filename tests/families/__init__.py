@@ -60,7 +60,6 @@ FAMILIES = {
         ("pp2tp2",),
         settings=omni.omni_settings(2.0),
     ),
-    "qwen2_5_omni_thinker": TinyFamily(omni.qwen2_5_omni, omni.NAMES, ("image", "audio"), ()),
     "qwen3_omni_moe": TinyFamily(
         qwen3_omni.qwen3_omni_moe,
         omni.WHOLE_NAMES,
@@ -73,14 +72,19 @@ FAMILIES = {
 }
 
 
+def known(family: str) -> TinyFamily:
+    """Of a name, which may say ``_thinker``: the model inside the family's alone."""
+    return FAMILIES[family.removesuffix("_thinker")]
+
+
 def make_model(
     family: str, folder: Path, *, tied: bool = False, seed: int = 5, dtype: str = "float32"
 ) -> Path:
-    """Save a random tiny model of a family (a key of ``FAMILIES``) with tokenizer and processor."""
+    """Save a random tiny model of a family (:func:`known`) with tokenizer and processor."""
     import torch
 
     torch.manual_seed(seed)
-    model, tokenizer, processor = FAMILIES[family].make(family, tied)
+    model, tokenizer, processor = known(family).make(family, tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (
@@ -95,13 +99,13 @@ def make_model(
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    known = FAMILIES[family]
-    sound = known.settings.get("data", {}).get("use_audio_in_video", False)
-    return write_rows(folder, count, known.media, known.seconds, sound)
+    own = known(family)
+    sound = own.settings.get("data", {}).get("use_audio_in_video", False)
+    return write_rows(folder, count, own.media, own.seconds, sound)
 
 
 def towers_of(family: str) -> tuple[str, ...]:
-    return FAMILIES[family].towers
+    return known(family).towers
 
 
 def model_config(
@@ -134,8 +138,8 @@ def model_config(
 
 def family_config(family: str, model: Path, rows: Path, output: Path, **omni: Any) -> dict[str, Any]:
     """:func:`model_config` for a family."""
-    settings = merged(dict(FAMILIES[family].settings), omni)
-    return model_config(model, rows, output, FAMILIES[family].towers, **settings)
+    settings = merged(dict(known(family).settings), omni)
+    return model_config(model, rows, output, known(family).towers, **settings)
 
 
 def other_names(family: str, folder: Path) -> None:
@@ -146,10 +150,10 @@ def other_names(family: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = {}
     for name, value in load_file(file).items():
-        prefixes = [new for new in FAMILIES[family].names if name.startswith(new)]
+        prefixes = [new for new in known(family).names if name.startswith(new)]
         old = prefixes[0] if prefixes else ""
-        value = FAMILIES[family].values(name, value)
-        tensors[FAMILIES[family].names.get(old, "") + name.removeprefix(old)] = value
+        value = known(family).values(name, value)
+        tensors[known(family).names.get(old, "") + name.removeprefix(old)] = value
     layer = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
     tensors[layer.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.arange(4.0)
     save_file(tensors, file, metadata={"format": "pt"})

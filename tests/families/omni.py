@@ -141,9 +141,8 @@ def qwen2_5_omni(family: str, tied: bool):
 
 
 # What transformers 5 would write if it did not keep to the names of the hub.
-NAMES = {
-    "visual.": "model.visual.",
-    "audio_tower.": "model.audio_tower.",
-    "model.": "model.language_model.",
+WHOLE_NAMES = {
+    "thinker.visual.": "thinker.model.visual.",
+    "thinker.audio_tower.": "thinker.model.audio_tower.",
+    "thinker.model.": "thinker.model.language_model.",
 }
-WHOLE_NAMES = {f"thinker.{saved}": f"thinker.{other}" for saved, other in NAMES.items()}

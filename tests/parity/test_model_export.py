@@ -71,6 +71,16 @@ def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: 
     assert_identical(model, Path(out))
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_omni_thinker", pytest.param("qwen3_omni_moe_thinker", marks=pytest.mark.full)]
+)
+def test_a_thinker_that_was_saved_alone_stays_alone(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model", dtype=BF16)
+    config = config_of(family, tmp_path, model)
+    out = run_ranks(export, 2, config, 0, ("pipeline.stages=2", "bf16.enabled=true"), timeout=120)[0]
+    assert_identical(model, Path(out))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
