@@ -142,8 +142,9 @@ def test_every_gradient_equals_hf(family: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen_parts_equal_hf(frozen: str) -> None:
-    check("qwen2_5_vl", "pp2", frozen=frozen)
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "pp2"), ("qwen3_vl", "pp2tp2")])
+def test_frozen_parts_equal_hf(family: str, layout: str, frozen: str) -> None:
+    check(family, layout, frozen=frozen)
 
 
 @pytest.mark.full
