@@ -18,11 +18,15 @@ from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
 from data.padded_audio import PaddedAudioPreprocess
 from data.planned import Preprocess, SeveralMedia
+from data.tiles import internvl_preprocess, onevision_preprocess
 from omni_ds.config.limits import VIDEO_OPTIONS
 from omni_ds.errors import UserError
-from omni_ds.plan.encoder_geometry import read_geometry, tower_config
+from omni_ds.plan.encoder_geometry import read_geometry, tower_config, tower_type
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
+from omni_ds.plan.towers.onevision import TOWER_TYPE as ONEVISION
 from omni_ds.plan.towers.qwen_audio import REACH
+
+_TILED = {"internvl_vision": internvl_preprocess, ONEVISION: onevision_preprocess}
 
 
 class ImagePreprocess(Preprocess):
@@ -32,6 +36,11 @@ class ImagePreprocess(Preprocess):
 
     def __init__(self, processor: Any, where: str = "image processor"):
         self.processor = processor
+        if getattr(processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{where}: do_pan_and_scan cuts an image into several, which is not supported; set it to "
+                "false in the checkpoint's preprocessor_config.json or processor_config.json"
+            )
         self._size = _sides(processor, "size") if processor.do_resize else {}
         crops = bool(getattr(processor, "do_center_crop", None))
         self._crop = _sides(processor, "crop_size") if crops else {}
@@ -120,6 +129,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
+        if make := _TILED.get(tower_type(hf_config)):
+            return make(where, _load_image_processor(where, encoder), encoder, hf_config)
         if hf_config.get("spatial_merge_size"):
             processor = _load_image_processor(where, encoder)
             images = grid_preprocess(where, processor, encoder, hf_config)

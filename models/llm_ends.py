@@ -14,6 +14,8 @@ from omni_ds.parallel.layer_groups import ALONE, LayerGroups, even_part
 from omni_ds.parallel.sums import sum_output
 from omni_ds.plan.region import Region
 
+_SCALED = ("gemma3_text",)  # embeddings are multiplied by the root of the width
+
 
 class EmbedLayer(nn.Module):
     """Token embedding, with feature rows in the place of placeholder tokens. Also the head of tied models.
@@ -30,6 +32,7 @@ class EmbedLayer(nn.Module):
         padding = padding - self.rows[0] if held else None
         self.embed_tokens = nn.Embedding(self.rows[1] - self.rows[0], config.hidden_size, padding)
         self.embed_tokens.weight.tensor_model_parallel = groups.tensor is not None
+        self._scale = config.hidden_size**0.5 if config.model_type in _SCALED else None
 
     def hf_names(self) -> dict[str, str]:
         return {"embed_tokens.weight": "llm.model.embed_tokens.weight"}
@@ -47,7 +50,7 @@ class EmbedLayer(nn.Module):
         if self.groups.tensor is not None:
             hidden = self._summed_lookup(batch)
         else:
-            hidden = self.embed_tokens(batch.input_ids)
+            hidden = self._lookup(batch.input_ids)
             if batch.feature_positions is not None and batch.feature_positions.numel():
                 assert batch.features is not None, "feature positions without features"
                 hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
@@ -57,6 +60,12 @@ class EmbedLayer(nn.Module):
             hidden.requires_grad_()
         return state.with_hidden(hidden)
 
+    def _lookup(self, ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(ids)
+        if self._scale is None:
+            return hidden
+        return hidden * float(torch.tensor(self._scale).to(hidden.dtype))  # rounded, as in HF's module
+
     def _summed_lookup(self, batch: PackedBatch) -> Tensor:
         ids, (start, stop) = batch.input_ids, self.rows
         elsewhere = (ids < start) | (ids >= stop)
@@ -65,7 +74,7 @@ class EmbedLayer(nn.Module):
             placeholders = batch.feature_positions
         if placeholders is not None:
             elsewhere = elsewhere.index_fill(0, placeholders, True)
-        hidden = self.embed_tokens((ids - start).masked_fill(elsewhere, 0))
+        hidden = self._lookup((ids - start).masked_fill(elsewhere, 0))
         hidden = hidden.masked_fill(elsewhere.unsqueeze(1), 0.0)
         if batch.features is not None:
             hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))

@@ -5,7 +5,7 @@ Whole samples lie one after another in one sequence of T tokens; attention stays
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class PackedBatch:
     - bounds: where each shard of the whole sequence starts, and the end; None: this is the whole sequence.
     - padding: dummy tokens at the end of the whole sequence, a segment of their own after the samples.
     - lost: segments of the whole sequence whose sample counts for nothing, because its media failed.
+    - spans: (offset, length) in the whole sequence of tokens that see each other in both directions
+      (MaskSpec.spans).
     """
 
     input_ids: Tensor
@@ -51,6 +53,7 @@ class PackedBatch:
     bounds: tuple[int, ...] | None = None
     padding: int = 0
     lost: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -59,9 +62,9 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device (non-blocking: pinned host tensors copy asynchronously)."""
         moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            each.name: value.to(device, non_blocking=True)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
         }
         return replace(self, **moved)
 
@@ -131,14 +134,15 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others. ``auxiliary``: fp32 scalar, what the routers of this stage add to
-    the loss, not divided by the tokens of the global batch; None without experts. ``router_counts``:
-    [E] int64 for each MoE layer of this stage in training, choices of its experts.
+    on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None where all turn
+    alike. ``auxiliary``: fp32 scalar, what the routers of this stage add to the loss, not divided by the
+    tokens of the global batch; None without experts. ``router_counts``: [E] int64 for each MoE layer of this
+    stage in training, choices of its experts.
     """
 
     batch: PackedBatch
     hidden: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
+    rotary: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     auxiliary: Tensor | None = None
     router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None

@@ -154,6 +154,7 @@ class EmulatedEncoders:
         rows: Mapping[str, int],
         passes: Sequence[str],
         keep_graph: bool,
+        shapes: Mapping[str, Sequence[Sequence[int]]],
     ) -> Tensor:
         output = self._tags[window].expand(-1, self._plan.llm.hidden).contiguous()
         self._live[window] = output

@@ -178,6 +178,19 @@ class _Bf16:
             for number, group in enumerate(optimizer.bf16_groups)
             for position, parameter in enumerate(group)
         }
+        if optimizer.autoep_folding_tp_group is None:
+            optimizer._update_hp_grad = self._accumulate
+
+    def _accumulate(self, parameter: Parameter, group: int, position: int, clear: bool) -> None:
+        """DeepSpeed's own, which makes an fp32 copy of every gradient first."""
+        if parameter.grad is None:
+            return
+        total = self._optimizer.fp32_groups_gradients[group][position]
+        total.add_(parameter.grad.view(total.shape))
+        parameter._hp_grad = total
+        self._optimizer.fp32_groups_has_gradients[group][position] = True
+        if clear:
+            parameter.grad.zero_()
 
     def squared_norm(self) -> Tensor:
         gradients, experts = self._optimizer.get_grads_for_norm()

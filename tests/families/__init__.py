@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen_audio, qwen_vl
+from families import gemma3, llava, qwen_audio, qwen_vl, tiled, voxtral
 from families.rows import write_rows
 from tiny import merged
 
@@ -19,12 +19,13 @@ from tiny import merged
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all)."""
+    those of ``make test`` (``make test-full`` has all). seconds: of the longest clip."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    seconds: float = 1.0
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -37,7 +38,12 @@ FAMILIES = {
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=("pp2", "whole")),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
+    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
+    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
 }
 
 
@@ -63,7 +69,7 @@ def make_model(
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media)
+    return write_rows(folder, count, FAMILIES[family].media, FAMILIES[family].seconds)
 
 
 def tower_of(family: str) -> str:

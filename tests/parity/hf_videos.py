@@ -23,7 +23,7 @@ def hf_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, list[int
     """
     temporal = processor.temporal_patch_size
     if isinstance(value, str):
-        frames, rate = _read(folder / value)
+        frames, rate = read_video(folder / value)
         total = len(frames)
         most = math.floor(min(MAX_FRAMES, total) / temporal) * temporal
         count = min(max(total / rate * FPS, MIN_FRAMES), most, total)
@@ -44,7 +44,7 @@ def hf_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, list[int
     return torch.cat(steps), [len(steps), rows, columns], temporal / rate
 
 
-def _read(path: Path) -> tuple[list[Image.Image], float]:
+def read_video(path: Path) -> tuple[list[Image.Image], float]:
     import av
 
     with av.open(str(path)) as container:
