@@ -138,7 +138,12 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)
-        return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
+        if sizing:
+            return NativeImagePreprocess(processor, sizing)
+        images = ImagePreprocess(processor, where)
+        if encoder.projector.type != "mlp":
+            _check_size(where, images, hf_config["image_size"])
+        return images
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
@@ -146,6 +151,16 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
             return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _check_size(where: str, images: ImagePreprocess, side: int) -> None:
+    """A tower whose HF class takes one size alone."""
+    made = images.plan_shape(MediaHeader("image", height=side, width=side))
+    if made != (side, side):
+        raise UserError(
+            f"{where}: the image processor makes images of {made[0]} x {made[1]} pixels, the tower takes "
+            f"{side} x {side}; use the processor of the same checkpoint"
+        )
 
 
 def _refuse_video_keys(where: str, encoder: Any) -> None:

@@ -118,7 +118,7 @@ def load_tokenizer(llm: Any, key: str = "omni.llm.path") -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{key}: no tokenizer can be loaded from {path}: {reason}") from None
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
         raise UserError(
             f"{key}: the tokenizer of {path} is a slow one, which does not say where its tokens stand in "
             "the text; convert it to tokenizer.json"

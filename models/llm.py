@@ -232,7 +232,7 @@ class DecoderLayer(nn.Module):
             out, logits = self._run(hidden, position_ids, rotary, packing)
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
-            state = state.with_routing(*self._moe.observe(logits, state.batch))
+            state = state.with_routing(*self._moe.observe(logits, state.documents_for(self.groups.sequence)))
         return state
 
     def _run(

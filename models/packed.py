@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.documents import Documents
 from models.masks import Packing
 from omni_ds.parallel.ulysses import Ulysses
 
@@ -133,11 +134,11 @@ def shard(batch: PackedBatch, bounds: tuple[int, ...], index: int) -> PackedBatc
 class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
-    ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None where all turn
-    alike. ``auxiliary``: fp32 scalar, what the routers of this stage add to the loss, not divided by the
-    tokens of the global batch; None without experts. ``router_counts``: [E] int64 for each MoE layer of this
-    stage in training, choices of its experts.
+    ``rotary`` (cos, sin), each [1, T, head size], packing and documents are made by the first layer that
+    needs them on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None
+    where all turn alike. ``auxiliary``: fp32 scalar, what the routers of this stage add to the loss, not
+    divided by the tokens of the global batch; None without experts. ``router_counts``: [E] int64 for each MoE
+    layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
@@ -146,6 +147,7 @@ class StageState:
     auxiliary: Tensor | None = None
     router_counts: tuple[Tensor, ...] = ()
     _packing: Packing | None = None
+    _documents: Documents | None = None
 
     def packing_for(self, sequence: ProcessGroup | None) -> Packing:
         """The segments to attend inside. sequence: the ranks that hold the shards; None: this rank has
@@ -156,6 +158,12 @@ class StageState:
             ulysses = None if sequence is None else Ulysses(sequence, batch.bounds)
             self._packing = Packing(batch.cu_seqlens, batch.segments, ulysses=ulysses)
         return self._packing
+
+    def documents_for(self, sequence: ProcessGroup | None) -> Documents:
+        """Which sample each token here is of. sequence: as in :meth:`packing_for`."""
+        if self._documents is None:
+            self._documents = Documents.of(self.batch, sequence)
+        return self._documents
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)

@@ -181,8 +181,9 @@ class EncoderEngine:
         Returns:
             [rows of the slice, hidden_size], without a graph.
         """
-        trains = any(name in module.encoders for module in [self._modules["trainable"]] if module is not None)
-        module = self._modules["trainable" if trains else "frozen"]
+        trainable = self._modules["trainable"]
+        trains = trainable is not None and name in trainable.encoders
+        module = trainable if trains else self._modules["frozen"]
         value = value.to(self._device, non_blocking=True).to(self._dtype)
         with self.ranks.active(), torch.set_grad_enabled(keep_graph and trains):
             output = module.encoders[name].forward_slice(value, part)
@@ -231,18 +232,13 @@ class EncoderEngine:
             return
         with self.ranks.active():
             self._begin_accumulation()
-            if self._zero_stage != 3:
-                self._fill_missing_gradients()
+            # For encoders that this rank had no media for.
+            self.adapter.fill_missing(p for p in self.engine.module.parameters() if p.requires_grad)
             self._accumulation.close()  # with coalescing, this is where DeepSpeed reduces
             self._accumulation = None
             if isinstance(self.engine.optimizer, BF16_Optimizer):
                 self.engine.set_gradient_accumulation_boundary(True)
                 self.engine.allreduce_gradients()
-
-    def _fill_missing_gradients(self) -> None:
-        """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
-        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""
