@@ -28,12 +28,8 @@ LAYOUTS = {
     "recompute": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=1")),
     "blocks": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=2")),
     "first_stage": (2, ("pipeline.stages=2", "omni.encoder_parallel.placement=first_stage")),
-<<<<<<< HEAD
-    "gangs": (2, ("omni.encoder_parallel.long_short=40",)),  # images of more tokens are shared
-    "whole": (2, ("omni.encoder_parallel.long_short=off",)),  # videos are not dealt by their frames
-=======
     "gangs": (2, ("omni.encoder_parallel.long_short=8",)),  # images of more tokens are shared
->>>>>>> main
+    "whole": (2, ("omni.encoder_parallel.long_short=off",)),  # videos are not dealt by their frames
     "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
 }
 FAST = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
