@@ -35,7 +35,7 @@ class OmniTextProcessor(ModelTextProcessor):
         if not sounds:
             return made
         ids, targets, slots, runs, at = [], [], [], [], 0
-        for ordinal, slot in enumerate(made.slots):
+        for (ordinal, _), slot in zip(made.runs, made.slots, strict=True):
             ids += [made.ids[at:slot]]
             targets += [made.targets[at:slot]]
             inside = [(made.ids[slot], (ordinal, None))]

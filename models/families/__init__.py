@@ -1,8 +1,12 @@
 """HF multimodal models that ``omni.model.path`` takes: one line for each ``model_type`` of config.json."""
 
 from models.families.base import ModelFamily
+from models.families.gemma3 import gemma3_sections, gemma3_written
+from models.families.internvl import internvl_sections, internvl_spelled, internvl_written
 from models.families.llava import llava_sections
+from models.families.llava_onevision import onevision_sections, onevision_towers
 from models.families.qwen_omni import SPEECH, in_chunks, in_time
+from models.families.voxtral import voxtral_sections
 
 _QWEN2_5_OMNI = ModelFamily(
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -24,9 +28,22 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", grid_positions=True),
     "qwen3_vl_moe": ModelFamily("Qwen3VLMoeForConditionalGeneration", grid_positions=True),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
+    "llava_onevision": ModelFamily(
+        "LlavaOnevisionForConditionalGeneration", onevision_sections, onevision_towers
+    ),
+    "internvl": ModelFamily(
+        "InternVLForConditionalGeneration",
+        internvl_sections,
+        written=internvl_written,
+        spelled=internvl_spelled,
+    ),
     "qwen2_audio": ModelFamily("Qwen2AudioForConditionalGeneration"),
     "qwen2_5_omni": _QWEN2_5_OMNI,
     "qwen2_5_omni_thinker": _QWEN2_5_OMNI,
     "qwen3_omni_moe": _QWEN3_OMNI,
     "qwen3_omni_moe_thinker": _QWEN3_OMNI,
+    "gemma3": ModelFamily(
+        "Gemma3ForConditionalGeneration", gemma3_sections, blocks=True, written=gemma3_written
+    ),
+    "voxtral": ModelFamily("VoxtralForConditionalGeneration", voxtral_sections),
 }

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from families import llava, omni, qwen3_omni, qwen3_vl, qwen_audio, qwen_vl
+from families import gemma3, llava, omni, qwen3_omni, qwen3_vl, qwen_audio, qwen_vl, tiled, voxtral
 from families.rows import write_rows
-from tiny import merged
+from tiny import merged, run_config
 
 
 @dataclass(frozen=True)
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all). experts: its LLM has some. values: name and tensor
-    as saved -> the tensor that other releases wrote. seconds: of its longest clips. settings: what else its
-    configuration has under ``omni``."""
+    those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). experts: its
+    LLM has some. values: name and tensor as saved -> the tensor that other releases wrote. seconds: of its
+    longest clips. settings: what else its configuration has under ``omni``."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
@@ -31,6 +31,7 @@ class TinyFamily:
     values: Callable[[str, Any], Any] = lambda name, value: value
     seconds: float = 1.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -52,7 +53,12 @@ FAMILIES = {
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
+    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
+    "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
+    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
     "qwen2_5_omni": TinyFamily(
         omni.qwen2_5_omni,
         omni.WHOLE_NAMES,
@@ -111,26 +117,11 @@ def towers_of(family: str) -> tuple[str, ...]:
 def model_config(
     model: Path, rows: Path, output: Path, towers: Sequence[str] = ("vision",), **omni: Any
 ) -> dict[str, Any]:
-    """A configuration that trains a checkpoint: clipping active, three learning rates."""
-    raw: dict[str, Any] = {
-        "train_batch_size": 8,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
-        "zero_optimization": {"stage": 1},
-        "pipeline": {"stages": 1},
-        "omni": {
-            "model": {"path": str(model)},
-            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}} for tower in towers},
-            "data": {
-                "train": [{"path": str(rows)}],
-                "max_length": 512,
-                "max_tokens_per_micro_batch": 512,
-                "num_workers": 0,
-                "cache_dir": str(output / "cache"),
-            },
-            "train": {"max_steps": 3, "seed": 7},
-            "output_dir": str(output),
-        },
+    """A configuration that trains a checkpoint, with three learning rates."""
+    raw = run_config(output, batch=8, max_length=512, train=[{"path": str(rows)}])
+    raw["omni"] |= {
+        "model": {"path": str(model)},
+        "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}} for tower in towers},
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw

@@ -12,11 +12,11 @@ def write_rows(
     folder: Path,
     count: int = 16,
     media: Sequence[str] = ("image",),
-    seconds: float = 1.0,
+    longest: float = 1.0,
     sound: bool = False,
 ) -> Path:
     """Rows of text alone, of one medium, and of two of different sizes; returns the file. Several kinds of
-    media take turns. seconds: of the longest clip. sound: files of videos have some."""
+    media take turns. longest: seconds that a clip may have. sound: files of videos have some."""
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,8 +27,8 @@ def write_rows(
         question = ""
         for nth in range(number % 3):
             modality = media[(number // 3 + nth) % len(media)]
-            more = {"audio": {"longest": seconds}, "video": {"sound": sound}}.get(modality, {})
-            made = _MAKE[modality](folder, f"{number}-{nth}", rng, **more)
+            more = {"sound": sound} if modality == "video" else {}
+            made = _MAKE[modality](folder, f"{number}-{nth}", rng, longest, **more)
             columns.setdefault(f"{modality}s", []).append(made)
             question += f"<{modality}>Which digit {nth}? "
         messages = [
@@ -46,7 +46,7 @@ def write_rows(
     return path
 
 
-def _image(folder: Path, name: str, rng: Any) -> str:
+def _image(folder: Path, name: str, rng: Any, longest: float) -> str:
     import numpy as np
     from PIL import Image
 
@@ -59,12 +59,12 @@ def _audio(folder: Path, name: str, rng: Any, longest: float) -> str:
     import soundfile
 
     height, width = (int(x) for x in rng.integers(14, 60, 2))
-    seconds = longest * (1.0 if height > 50 else width / 60)  # up to a whole window
+    seconds = longest * (1.0 if height > 50 else width / 60)  # up to the longest, which some have
     soundfile.write(folder / f"{name}.wav", rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
     return f"{name}.wav"
 
 
-def _video(folder: Path, name: str, rng: Any, sound: bool) -> Any:
+def _video(folder: Path, name: str, rng: Any, longest: float, sound: bool) -> Any:
     """A file of 10 frames a second, up to 3 s; or, one in three, a list of up to 5 frames, 1.5 a second."""
     import numpy as np
     from PIL import Image

@@ -6,10 +6,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_tiles import PROCESSORS, tiled_inputs
 from parity.hf_videos import hf_timed_video, hf_video
 from torch import Tensor
 
@@ -57,9 +59,14 @@ class HFSamples:
             if found:
                 self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
 
+    @property
+    def processor(self) -> Any:
+        """The one there is, or that of images."""
+        return next(iter(self.processors.values()))
+
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tags = self.rows[number], "|".join(f"<{modality}>" for modality in self.tokens)
+        row, tags = self.rows[number], "<image>|<video>|<audio>"
         messages = []
         for message in row["messages"]:
             pieces = re.split(f"({tags})", message["content"])
@@ -70,6 +77,10 @@ class HFSamples:
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        if self.config.model_type == "gemma3":
+            return self._processed(text, [self.folder / name for name in row.get("images", ())])
+        if self.config.model_type in PROCESSORS:
+            return tiled_inputs(self, text, row)
         text, media = self.expand(text, row)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         return {"input_ids": ids, **media, **self.more(ids, media)}
@@ -125,13 +136,46 @@ class HFSamples:
         import soundfile
 
         sounds = [soundfile.read(self.folder / name, dtype="float32")[0] for name in names]
-        made = self.processors["audio"](
+        if self.config.model_type == "voxtral":
+            return self._windows(sounds)
+        made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
         return {
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _processed(self, text: str, names: list[Path]) -> dict[str, Tensor]:
+        """What Gemma3's processor makes of a rendered text and its images, token types included."""
+        from PIL import Image
+        from transformers import Gemma3Processor
+
+        processor = Gemma3Processor(
+            self.processor, self.tokenizer, image_seq_length=self.config.mm_tokens_per_image
+        )
+        pictures = [Image.open(name).convert("RGB") for name in names] or None
+        made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert bool(made["token_type_ids"].any()) == bool(names)
+        return dict(made)
+
+    def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
+        """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""
+        from transformers import VoxtralProcessor
+
+        sizes = {
+            "pad_to_multiple_of": self.processor.n_samples,
+            "max_source_positions": self.processor.nb_max_frames,
+        }
+        processor = SimpleNamespace(feature_extractor=self.processor)
+        each = [
+            VoxtralProcessor._retrieve_input_features(
+                processor, [sound], **VoxtralProcessor.audio_kwargs | sizes
+            )
+            for sound in sounds
+        ]
+        self.windows = [len(clip) for clip in each]
+        return {"input_features": torch.cat(each)}
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -144,6 +188,10 @@ class HFSamples:
         return labels
 
     def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
+        if self.config.model_type == "voxtral":
+            audio = self.config.audio_config
+            rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+            return [rows * windows for windows in self.windows]
         if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if f"{modality}_grid_thw" in media:
@@ -166,7 +214,7 @@ def hf_samples(model: Path, rows: Path) -> HFSamples:
 
 def section_of(name: str, omni: Any) -> Any:
     """The section of our configuration that a parameter of an HF class belongs to."""
-    projects = any(part in name for part in ("projector", "merger", ".audio_tower.proj"))
+    projects = any(part in name for part in ("projector", "merger", "image_newline", ".audio_tower.proj"))
     inside = any(f".{module}." in name for module in ("visual", "vision_tower", "audio_tower"))
     if not projects and not inside:
         return omni.llm
@@ -178,9 +226,9 @@ def section_of(name: str, omni: Any) -> Any:
 def router_penalty(hf: Any, router_logits: Any) -> Tensor:
     """Our definition of the router loss of one document, by HF's function: summed over its tokens."""
     config, module = hf.config.get_text_config(), sys.modules[type(hf).__module__]
-    total = torch.zeros(())
+    total, experts = torch.zeros(()), getattr(config, "num_local_experts", None) or config.num_experts
     for logits in router_logits:
-        aux = module.load_balancing_loss_func((logits,), config.num_local_experts, config.num_experts_per_tok)
+        aux = module.load_balancing_loss_func((logits,), experts, config.num_experts_per_tok)
         total = total + len(logits) * config.router_aux_loss_coef * aux
     return total / len(router_logits)
 
