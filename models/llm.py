@@ -14,6 +14,7 @@ found, which nobody who reads a config wants to know.
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME
 from models.fused import fuse_decoder
@@ -121,10 +122,24 @@ def _decoder_classes(config: PreTrainedConfig) -> Family:
         small = copy.deepcopy(config)
         small.num_hidden_layers = 1
         with torch.device("meta"):
-            model = AutoModel.from_config(small)
+            known = type(config) in AutoModel._model_mapping
+            model = AutoModel.from_config(small) if known else _unlisted_decoder(config)(small)
         found = Family(None, type(model.layers[0]), type(model.norm), type(model.rotary_emb))
         _INSIDE[type(config)] = found
     return found
+
+
+def _unlisted_decoder(config: PreTrainedConfig) -> type[nn.Module]:
+    """The decoder's class where AutoModel has none: it is beside its config, and takes it."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    return next(
+        cls
+        for cls in vars(importlib.import_module(name)).values()
+        if isinstance(cls, type)
+        and issubclass(cls, PreTrainedModel)
+        and cls.config_class is type(config)
+        and cls.__name__.endswith("TextModel")
+    )
 
 
 def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -234,7 +249,7 @@ class DecoderLayer(nn.Module):
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
             state = state.with_routing(*self._moe.observe(logits, state.batch))
-        return state
+        return state.with_level()
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
@@ -296,20 +311,22 @@ def tensor_sizes(config: PreTrainedConfig) -> TensorSizes:
 
 
 def build_llm_layers(
-    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE, levels: int = 0
 ) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
     Nothing is allocated. ``groups``: the process groups that layers compute in; a layer holds this rank's
-    part. Raises UserError for a family, a rotary scaling or a tensor degree that is not supported.
+    part. ``levels``: of feature rows, added behind decoder layers (deepstack). Raises UserError for a family,
+    a rotary scaling or a tensor degree that is not supported.
     """
     find_family(config)
     check_tensor_degree(tensor_sizes(config), degree(groups.tensor))
     config, shared = runtime_config(config), {"groups": groups}
     tied = bool(config.tie_word_embeddings)
-    embed = LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY if tied else None)
+    ends = {**shared, "levels": levels}
+    embed = LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY if tied else None)
     head = (
-        LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY, forward_fn=tied_losses)
+        LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY, forward_fn=tied_losses)
         if tied
         else LayerDef(HeadLayer, (config,), shared)
     )

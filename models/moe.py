@@ -73,7 +73,8 @@ class RouterPenalty:
         layers = len(moe_layer_indices(config.to_dict()))
         balance = config.router_aux_loss_coef if config.output_router_logits else 0.0
         z = getattr(config, "router_z_loss_coef", None) or 0.0
-        return cls(config.num_local_experts, config.num_experts_per_tok, balance / layers, z / layers)
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        return cls(experts, config.num_experts_per_tok, balance / layers, z / layers)
 
 
 class MoEBlock:

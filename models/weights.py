@@ -10,6 +10,7 @@ check_weights(weights)   # one UserError for everything that did not fit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +80,8 @@ class PartWeights:
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
         """A tensor (or its part) by global name, None when the checkpoint has none.
 
-        A conversion is read in whole, once for all tensors it makes, except that of several experts only
-        those asked for are.
+        A conversion is read in whole, once for all tensors it makes, except that of experts only those asked
+        for are.
         """
         local = self.local(name)
         recipe = self._recipes.get(local)
@@ -88,11 +89,15 @@ class PartWeights:
             return None
         if recipe.converter is None:
             return self.source.read(recipe.sources[0][0], index)
-        if index and recipe.stacks and index[0] != slice(None):
-            recipe = recipe.rows(index[0].start, index[0].stop)
-            index = (slice(None), *index[1:])
-        if self._made_of != recipe.sources:
-            self._made, self._made_of = recipe.make(self.source.read, self.model), recipe.sources
+        rows, read = None, self.source.read
+        if index and index[0] != slice(None) and (recipe.stacks or recipe.keeps_rows):
+            rows, index = (index[0].start, index[0].stop), (slice(None), *index[1:])
+            if recipe.stacks:
+                recipe = recipe.rows(*rows)
+            else:
+                read = partial(self.source.read, index=(slice(*rows),))
+        if self._made_of != (recipe.sources, rows):
+            self._made, self._made_of = recipe.make(read, self.model), (recipe.sources, rows)
         value = self._made.get(local)
         return value[tuple(index)] if value is not None and index else value
 
@@ -120,7 +125,7 @@ def llm_weights(path: str, config: PreTrainedConfig, where: str = "omni.llm.path
     with torch.device("meta"):
         model = find_family(config).causal_lm(config)
     source = WeightSource(path, where)
-    names = map_names(source.names(), model)
+    names = map_names(source.names(), model, shape_of=source.shape)
     return PartWeights(source, "llm.", model, names, unexpected=lambda name: True)
 
 
@@ -136,7 +141,7 @@ def tower_weights(
     whole, model = _tower_on_meta(config), _tower_on_meta(built)
     source = WeightSource(path, where or f"omni.encoders.{name}.path")
     strip = ("model.encoder.", "encoder.") if config.model_type == "whisper" else ()
-    names = map_names(source.names(), whole, strip)
+    names = map_names(source.names(), whole, strip, shape_of=source.shape)
     kept = model.state_dict().keys()
     above = {
         checkpoint_name: target

@@ -32,7 +32,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Rows or their gradients. whole: [rows, hidden] of the items encoded here alone; slices: [rows, hidden]
+    """Rows or their gradients. whole: [rows, width] of the items encoded here alone; slices: [rows, width]
     of each slice, in the order of :meth:`EncoderWindows.slices`."""
 
     whole: Tensor
@@ -72,7 +72,7 @@ class EncoderWindows:
                 rank,
                 features,
                 gradients,
-                plan.llm.hidden,
+                plan.row_width,
                 dtype,
                 device,
             )

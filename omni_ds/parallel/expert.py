@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from omni_ds.parallel.layer_groups import LayerGroups, degree, index
 
 PART_KEY = "part"
+# AutoEP's presets, for blocks of the same shape under another name.
+_PRESETS = {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe"}
 
 
 def expert_group_name(size: int) -> str:
@@ -53,10 +55,12 @@ def build_expert_layer(block: nn.Module, config: Any, groups: LayerGroups, group
     holder = nn.Module()
     holder.mlp, holder.config = block, copy.copy(config)
     holder.config.router_z_loss_coef = 0.0  # ours to compute; AutoEP warns that it does not
+    if config.model_type == "qwen3_vl_moe_text":
+        holder.config.norm_topk_prob = True  # HF's block does so whatever the config says
     section = {
         "enabled": True,
         "autoep_size": size,
-        "preset_model": config.model_type,
+        "preset_model": _PRESETS.get(config.model_type, config.model_type),
         "moe_layer_pattern": "mlp",
         "use_grouped_mm": grouped,
     }

@@ -18,7 +18,10 @@ RECIPES = {
     "finetune": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976),
     "qwen2.5-vl-7b": ("Qwen2.5-VL-7B-Instruct", 8_292_166_656),
     "llava-1.5-7b": ("llava-1.5-7b-hf", None),
+    "qwen3-vl-30b-a3b": ("Qwen3-VL-30B-A3B-Instruct", 31_070_754_032),
     "qwen2-audio-7b": ("Qwen2-Audio-7B-Instruct", 8_397_094_912),
+    "qwen3-omni-30b-a3b": ("Qwen3-Omni-30B-A3B-Instruct", None),
+    "qwen2.5-omni-7b": ("Qwen2.5-Omni-7B", 8_931_813_888),
 }
 COMPOSED = ("composed", "siglip-whisper-qwen3-8b")
 PARTS = {  # of both, with the parameters of the published checkpoints
