@@ -208,10 +208,8 @@ def build(model: str, budget: int, options: argparse.Namespace):
     with drawn_on_device(device):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
     qwen = model == "qwen"
-    if options.longest:
-        samples = longest_samples(plan)
-    else:
-        samples = draw_samples(plan, qwen=qwen, tiny=options.tiny)
+    drawn = draw_samples(plan, qwen=qwen, tiny=options.tiny)
+    samples = longest_samples(plan) if options.longest else drawn
     kinds = 3 if qwen else 1
     step = step_input(plan, build_step(plan, 0, samples), samples, 0, device, position_kinds=kinds)
     return runtime, plan, samples, step
