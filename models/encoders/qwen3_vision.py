@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from models.encoders.qwen_vision import QwenVisionEncoder
+from models.transfer import on_device
 from omni_ds.plan.towers.qwen3_vision import Qwen3VisionMeta
 
 
@@ -62,7 +63,7 @@ class Qwen3VisionEncoder(QwenVisionEncoder):
 
     def _embed(self, patches: Tensor, at: Tensor, grid: Tensor) -> Tensor:
         hidden = super()._embed(patches, at, grid)
-        indices, weights = (x.to(hidden.device) for x in position_taps(at, grid, self.meta.table))
+        indices, weights = (on_device(x, hidden.device) for x in position_taps(at, grid, self.meta.table))
         positions = (self.tower.pos_embed(indices) * weights.unsqueeze(2)).sum(1)
         return hidden + positions.to(hidden.dtype)
 
