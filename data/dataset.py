@@ -210,8 +210,9 @@ class IndexedDataset:
     def blank_media(self, row: int, ordinal: int, parts: Parts | None = None) -> np.ndarray:
         """Zeros in the place of a medium that cannot be loaded."""
         item = self.meta(row).items[ordinal]
-        first = item.shape[0] if parts is None else sum(length for _, length in parts)
-        return self.media[item.encoder].blank((first, *item.shape[1:]))
+        if parts is None:
+            return self.media[item.encoder].blank(item.shape)
+        return self.media[item.encoder].blank((sum(length for _, length in parts), *item.shape[1:]))
 
     def describe(self) -> str:
         """Samples, tokens and skips of each source as far as the index is known, a line each."""

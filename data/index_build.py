@@ -6,7 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,11 @@ class Measurer:
         sample = self.reader.read(self.source[row])
         encoders = {p.modality: p.encoder for p in self.text.placeholders.values()}
         names = [encoders[ref.modality] for ref in sample.media]
-        planned = [self._planned(name, ref) for name, ref in zip(names, sample.media, strict=True)]
+        siblings = Counter(ref.modality for ref in sample.media)
+        planned = [
+            self._planned(name, ref, siblings[ref.modality])
+            for name, ref in zip(names, sample.media, strict=True)
+        ]
         tokenised = self.text.tokenise(sample, planned)
         input_ids, labels, spans = tokenised.expand([each.rows for each in planned])
         tokens = len(input_ids)
@@ -70,8 +74,8 @@ class Measurer:
         )
         return Record(row, tokens, int((labels >= 0).sum()), sample.task, items)
 
-    def _planned(self, encoder: str, ref: MediaRef) -> Planned:
-        planned = self.media[encoder].plan(self._header(ref))
+    def _planned(self, encoder: str, ref: MediaRef, siblings: int) -> Planned:
+        planned = self.media[encoder].plan(replace(self._header(ref), siblings=siblings))
         try:
             return replace(planned, rows=self.metas[encoder].measure(planned.shape)[1])
         except UserError as error:

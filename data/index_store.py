@@ -62,7 +62,7 @@ class IndexPart:
     """Columns over usable rows [n] of a source and over their media [m].
 
     rows, tokens, target_tokens, tasks (numbers into task_names): [n]. item_starts: [n + 1], into the item
-    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 3] (-1: no such side),
+    columns item_encoders (numbers into encoder_names) [m], item_shapes [m, 4] (-1: no such side),
     item_seconds [m]. span_starts, time_starts: [m + 1], into spans [s, 2] and times [t]. skipped: rows by
     reason; examples: the first skips of each reason; media_skips: rows skipped for their media. Arrays of a
     part that was read are views of the file and cannot be written.
@@ -129,7 +129,7 @@ class IndexPart:
         items = [item for record in records for item in record.items]
         names, tasks = list(encoder_names), sorted({record.task for record in records})
         numbers = {task: number for number, task in enumerate(tasks)}
-        shapes = [(*item.shape, -1, -1)[:3] for item in items]
+        shapes = [(*item.shape, -1, -1, -1)[:4] for item in items]
         return cls(
             rows=np.array([record.row for record in records], dtype=np.int64),
             tokens=np.array([record.tokens for record in records], dtype=np.int32),
@@ -137,7 +137,7 @@ class IndexPart:
             tasks=np.array([numbers[record.task] for record in records], dtype=np.int32),
             item_starts=_starts([record.items for record in records]),
             item_encoders=np.array([names.index(item.encoder) for item in items], dtype=np.int16),
-            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 3),
+            item_shapes=np.array(shapes, dtype=np.int32).reshape(-1, 4),
             item_seconds=np.array([item.seconds for item in items], dtype=np.float64),
             span_starts=_starts([item.spans for item in items]),
             spans=np.array([s for item in items for s in item.spans], dtype=np.int32).reshape(-1, 2),

@@ -62,6 +62,11 @@ def _size(item) -> str:
     pixels = f"{item.shape[-2]} x {item.shape[-1]} pixels"
     if len(item.shape) == 2:
         return pixels
+    if len(item.shape) == 4:
+        high, wide = item.shape[:2]
+        return f"{pixels}, the whole" + (f" and {high} x {wide} tiles" if high * wide else "")
+    if not item.seconds:
+        return f"{item.shape[0]} tiles of {pixels}"
     return f"{item.shape[0]} frames of {pixels}, {item.seconds:.4g} s a step"
 
 

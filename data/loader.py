@@ -29,11 +29,11 @@ class StepBatch:
     """One global batch as one rank sees it.
 
     packed: micro-batch -> tokens, for every micro-batch of the rank's replica. media: window -> encoder ->
-    float32 tensors (image [3, height, width], video [3, frames, height, width], audio [n_mels, frames]) of
-    the rank's share, in share order; no entry where it has none. long_media: window -> of the media that it
-    encodes slices of (work_of) the pixel rows that it needs (EncoderMeta.slice_pixels). failed: (dataset row,
-    reason), one a row, of media that this rank should have decoded (zeros instead) and of rows of its replica
-    that are no longer what was indexed. plan_seconds: what planning the step took.
+    float32 tensors (image [3, height, width], video or tiles [3, frames, height, width], audio [n_mels,
+    frames]) of the rank's share, in share order; no entry where it has none. long_media: window -> of the
+    media that it encodes slices of (work_of) the pixel rows that it needs (EncoderMeta.slice_pixels). failed:
+    (dataset row, reason), one a row, of media that this rank should have decoded (zeros instead) and of rows
+    of its replica that are no longer what was indexed. plan_seconds: what planning the step took.
     """
 
     step_plan: StepPlan
@@ -123,7 +123,9 @@ class _Steps(Dataset, ABC):
             # Parts of one medium follow each other.
             for (row, ordinal), group in groupby(work, key=lambda item: (item.row, item.ordinal)):
                 items = list(group)
-                parts, reason = self._decoded(row, ordinal, [(i.start, i.shape[0]) for i in items])
+                cut = bool(encoders[items[0].encoder].segments_per_slice)
+                places = [(item.start, item.shape[0]) for item in items] if cut else None
+                parts, reason = self._decoded(row, ordinal, places)
                 if reason is not None:
                     failed[row] = reason
                 for item in items:
@@ -137,15 +139,17 @@ class _Steps(Dataset, ABC):
         return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()), plan_seconds)
 
     def _decoded(
-        self, row: int, ordinal: int, parts: Sequence[tuple[int, int]]
+        self, row: int, ordinal: int, places: Sequence[tuple[int, int]] | None
     ) -> tuple[dict[int, np.ndarray], str | None]:
-        """Parts (start, length along the first side) of a medium by start; zeros in their place, and why,
-        when it cannot be decoded."""
-        parts = tuple(dict.fromkeys(parts))
+        """Parts (start, length along the first side) of a medium by start, the whole (None) by 0; zeros in
+        their place, and why, when it cannot be decoded."""
+        parts = None if places is None else tuple(dict.fromkeys(places))
         try:
             value, reason = self.dataset.load_media(row, ordinal, parts), None
         except MediaError as error:
             value, reason = self.dataset.blank_media(row, ordinal, parts), str(error)
+        if parts is None:
+            return {0: value}, reason
         found, at = {}, 0
         for start, length in parts:
             found[start] = value[:, at : at + length]

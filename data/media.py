@@ -55,7 +55,8 @@ class MediaHeader:
     """Image: height and width in pixels as displayed (EXIF rotation applied). Audio: samples per channel,
     rate in Hz. Video: height and width of a frame as displayed; times: float64 [frames], seconds since the
     first, not decreasing; fps: frames per second on average, 0.0 for a list of frames that does not say;
-    listed: whether it is such a list.
+    listed: whether it is such a list. siblings: how many media of this modality its row has, itself
+    included.
     """
 
     modality: str
@@ -66,6 +67,7 @@ class MediaHeader:
     times: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
     fps: float = 0.0
     listed: bool = False
+    siblings: int = 1
 
 
 def media_ref(modality: str, value: Any, media_dir: Path) -> MediaRef:

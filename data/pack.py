@@ -22,7 +22,7 @@ class PackedNumpy:
     input_ids, position_ids (from 0 in each sample): int64 [T]; positions of k kinds [k, T]. cu_seqlens: int32
     [n + 1]. The logits at target_positions int64 [N] predict target_ids int64 [N], which belong to samples
     sample_of_target int64 [N]. feature_positions: int64 [R], increasing: where feature rows take the place of
-    placeholder embeddings.
+    placeholder embeddings. spans: (first, length) of tokens that see each other in both directions.
     """
 
     input_ids: np.ndarray
@@ -32,6 +32,7 @@ class PackedNumpy:
     target_ids: np.ndarray
     sample_of_target: np.ndarray
     feature_positions: np.ndarray
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 def pack(dataset: IndexedDataset, micro_batch: MicroBatch) -> tuple[PackedNumpy, list[Failed]]:
@@ -50,13 +51,18 @@ def pack(dataset: IndexedDataset, micro_batch: MicroBatch) -> tuple[PackedNumpy,
                     blank, np.full_like(blank, IGNORED), meta, dataset.text.positions(dataset.meta(meta.row))
                 )
             )
-    return pack_samples(samples, micro_batch.cu_seqlens), failed
+    return pack_samples(samples, micro_batch.cu_seqlens, blocks=dataset.text.blocks), failed
 
 
-def pack_samples(samples: list[EncodedSample], cu_seqlens: tuple[int, ...]) -> PackedNumpy:
+def pack_samples(
+    samples: list[EncodedSample], cu_seqlens: tuple[int, ...], *, blocks: bool = False
+) -> PackedNumpy:
+    """blocks: consecutive feature rows of a sample are a span."""
     labels = _joined(sample.labels for sample in samples)
     targets = np.flatnonzero(labels != IGNORED)
     cu_seqlens = np.array(cu_seqlens, dtype=np.int32)
+    features = [feature_positions(sample.meta) for sample in samples]
+    starts = cu_seqlens[:-1].tolist()
     return PackedNumpy(
         input_ids=_joined(sample.input_ids for sample in samples),
         position_ids=_joined_positions([sample.positions for sample in samples]),
@@ -64,11 +70,19 @@ def pack_samples(samples: list[EncodedSample], cu_seqlens: tuple[int, ...]) -> P
         target_positions=targets,
         target_ids=labels[targets],
         sample_of_target=np.searchsorted(cu_seqlens, targets, side="right").astype(np.int64) - 1,
-        feature_positions=_joined(
-            start + feature_positions(sample.meta)
-            for start, sample in zip(cu_seqlens[:-1].tolist(), samples, strict=True)
+        feature_positions=_joined(start + rows for start, rows in zip(starts, features, strict=True)),
+        spans=tuple(
+            (start + first, length)
+            for start, rows in zip(starts, features, strict=True)
+            for first, length in (_runs(rows) if blocks else ())
         ),
     )
+
+
+def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
+    """(first, length) of each run of consecutive numbers."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs if len(run)]
 
 
 def feature_positions(meta: SampleMeta) -> np.ndarray:

@@ -18,12 +18,16 @@ from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
 from data.padded_audio import PaddedAudioPreprocess
 from data.planned import Preprocess, SeveralMedia
+from data.tiles import internvl_preprocess, onevision_preprocess
 from data.timed_videos import timed_video_preprocess
 from omni_ds.config.limits import VIDEO_OPTIONS
 from omni_ds.errors import UserError
-from omni_ds.plan.encoder_geometry import read_geometry, tower_config
+from omni_ds.plan.encoder_geometry import read_geometry, tower_config, tower_type
 from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
+from omni_ds.plan.towers.onevision import TOWER_TYPE as ONEVISION
 from omni_ds.plan.towers.qwen_audio import REACH
+
+_TILED = {"internvl_vision": internvl_preprocess, ONEVISION: onevision_preprocess}
 
 
 class ImagePreprocess(Preprocess):
@@ -33,6 +37,11 @@ class ImagePreprocess(Preprocess):
 
     def __init__(self, processor: Any, where: str = "image processor"):
         self.processor = processor
+        if getattr(processor, "do_pan_and_scan", None):
+            raise UserError(
+                f"{where}: do_pan_and_scan cuts an image into several, which is not supported; set it to "
+                "false in the checkpoint's preprocessor_config.json or processor_config.json"
+            )
         self._size = _sides(processor, "size") if processor.do_resize else {}
         crops = bool(getattr(processor, "do_center_crop", None))
         self._crop = _sides(processor, "crop_size") if crops else {}
@@ -127,6 +136,8 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
     """
     where = f"omni.encoders.{name}"
     if encoder.modality == "image":
+        if make := _TILED.get(tower_type(hf_config)):
+            return make(where, _load_image_processor(where, encoder), encoder, hf_config)
         if hf_config.get("spatial_merge_size"):
             processor = _load_image_processor(where, encoder)
             images = grid_preprocess(where, processor, encoder, hf_config)
@@ -135,7 +146,12 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)
-        return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
+        if sizing:
+            return NativeImagePreprocess(processor, sizing)
+        images = ImagePreprocess(processor, where)
+        if encoder.projector.type != "mlp":
+            _check_size(where, images, hf_config["image_size"])
+        return images
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
@@ -143,6 +159,16 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
             return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _check_size(where: str, images: ImagePreprocess, side: int) -> None:
+    """A tower whose HF class takes one size alone."""
+    made = images.plan_shape(MediaHeader("image", height=side, width=side))
+    if made != (side, side):
+        raise UserError(
+            f"{where}: the image processor makes images of {made[0]} x {made[1]} pixels, the tower takes "
+            f"{side} x {side}; use the processor of the same checkpoint"
+        )
 
 
 def _refuse_video_keys(where: str, encoder: Any) -> None:

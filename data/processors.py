@@ -31,15 +31,13 @@ def build_text(config: Any) -> TextProcessor:
     )
 
 
-def build_model_text(
-    config: Any, tokens: Mapping[str, Mapping[str, int]], metas: Sequence[Any], *, grids: bool
-) -> TextProcessor:
+def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> TextProcessor:
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
-    tokens: encoder -> medium -> id of its placeholder. metas: `EncoderMeta`s. grids: whether features have
-    positions in the grids of their encoders (`GridPositions`); else positions count the tokens.
+    checkpoint: the `Multimodal`, whose family says whether features have positions in the grids of their
+    encoders (`GridPositions`; else positions count the tokens). metas: `EncoderMeta`s.
     """
-    model, data = config.omni.model, config.omni.data
+    model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(
         update={"path": model.path, "trust_remote_code": model.trust_remote_code}
     )
@@ -47,7 +45,8 @@ def build_model_text(
     placeholders = {}
     for meta in metas:
         for modality in meta.modalities:
-            token = tokens[meta.name].get(modality)
+            tokens = checkpoint.towers[meta.name].tokens
+            token = tokens.get(modality, tokens.get(meta.modality))  # frames may stand as images do
             if token is None:
                 raise UserError(
                     f"omni.model.path: config.json of {model.path} does not say which token stands for "
@@ -62,8 +61,10 @@ def build_model_text(
         chat_template=read_template(data.chat_template) or processor_template(model.path),
         chat_template_kwargs=data.chat_template_kwargs,
         loss_on=data.loss_on,
+        written=family.written(checkpoint.config, tokenizer),
     )
-    if grids:
+    text.blocks, text.spelled = family.blocks, family.spelled(checkpoint.config, tokenizer)
+    if family.grid_positions:
         text.positions = GridPositions({meta.name: meta for meta in metas})
     return text
 
@@ -117,7 +118,7 @@ def load_tokenizer(llm: Any, key: str = "omni.llm.path") -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{key}: no tokenizer can be loaded from {path}: {reason}") from None
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
         raise UserError(
             f"{key}: the tokenizer of {path} is a slow one, which does not say where its tokens stand in "
             "the text; convert it to tokenizer.json"

@@ -4,23 +4,58 @@ object.
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from data.chat import ChatRenderer, Rendered
 from data.errors import RowError
-from data.labels import Ranges, check_decodes, gaps, target_ranges, target_tokens
+from data.labels import Ranges, check_decodes, shift_labels, target_ranges, target_tokens
 from data.media import MediaRef
+from data.media_words import media_order, put_words
 from data.placeholders import Placeholder
 from data.planned import Planned
 from data.positions import Positions, sequence_positions
-from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
-from data.tokenised import Tokenised
+from data.rows import Sample
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """A sample with one placeholder token for each run of a medium's feature rows.
+
+    ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
+    run's placeholder, increasing. runs: (ordinal of its medium, its feature rows or None: all) of each; none
+    given: every medium in its order is one run.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    slots: tuple[int, ...]
+    runs: tuple[tuple[int, int | None], ...] | None = None
+
+    def expand(
+        self, rows: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
+        """(input_ids int64 [T], labels int64 [T], spans (offset, length) of each medium) when the media have
+        so many feature rows.
+
+        labels are shifted: labels[t] is the token that position t predicts, -100 where there is none.
+        """
+        runs = [(ordinal, None) for ordinal in range(len(rows))] if self.runs is None else self.runs
+        lengths = [rows[ordinal] if length is None else length for ordinal, length in runs]
+        repeats = np.ones(len(self.ids), dtype=np.int64)
+        repeats[list(self.slots)] = lengths
+        offsets = np.cumsum(repeats) - repeats
+        input_ids = np.repeat(self.ids, repeats)
+        labels = shift_labels(input_ids, np.repeat(self.targets, repeats))
+        spans: list[list[tuple[int, int]]] = [[] for _ in rows]
+        for slot, (ordinal, _), length in zip(self.slots, runs, lengths, strict=True):
+            spans[ordinal].append((int(offsets[slot]), length))
+        for places, count in zip(spans, rows, strict=True):
+            assert sum(length for _, length in places) == count, f"{places} for {count} feature rows"
+        return input_ids, labels, tuple(map(tuple, spans))
 
 
 class TextProcessor:
@@ -28,7 +63,9 @@ class TextProcessor:
 
     tokenizer: a fast HF tokenizer to which the placeholder tokens are already added (`add_placeholders`).
     placeholders: encoder name -> its token, and "encoder.modality" for what else it takes. loss_on:
-    "assistant", "last_assistant" or "all".
+    "assistant", "last_assistant" or "all". blocks: whether consecutive feature rows of a sample attend to
+    each other in both directions. spelled: modality -> text for a medium with a placeholder for each run of
+    its feature rows, all equally long; else it has one.
     """
 
     def __init__(
@@ -54,6 +91,8 @@ class TextProcessor:
         ends = special - own - ({tokenizer.bos_token} - {tokenizer.eos_token})
         self._chat = ChatRenderer(self._render(None), any_of(ends))
         self.positions: Positions = sequence_positions
+        self.blocks = False
+        self.spelled: Mapping[str, Callable[[Planned], str]] = {}
         self._bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     @property
@@ -93,8 +132,9 @@ class TextProcessor:
             rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
-        written = [self._written(ref, each) for ref, each in zip_longest(sample.media, planned)]
-        text, targets, literal = self._place(text, targets, literal, written)
+        order = media_order(text, len(sample.media))
+        words = [self._word(sample, planned, ordinal) for ordinal in order]
+        text, targets, literal = put_words(text, targets, literal, words)
         ids, offsets = self._encode(text, literal)
         runs = target_tokens(text, offsets, targets)
         if verify:
@@ -104,17 +144,14 @@ class TextProcessor:
             mask[run] = True
         if sample.messages is None:
             ids, mask = self._delimit(ids, mask)
-        slots, runs = self._slots(ids, sample, planned)
+        runs_of = self._runs(sample, planned, order, words)
+        slots = self._slots(ids, sample, runs_of)
         mask[list(slots)] = False
         if not mask[1:].any():
             raise RowError(
                 "no target token", f"nothing in the row is to be learnt with loss_on {self.loss_on!r}"
             )
-        return Tokenised(ids, mask, slots, runs)
-
-    def _written(self, ref: MediaRef, planned: Planned | None) -> str:
-        """What stands for a medium in the text, with a placeholder for each run of its feature rows."""
-        return self._by_modality[ref.modality].token
+        return Tokenised(ids, mask, slots, runs_of)
 
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
@@ -176,35 +213,21 @@ class TextProcessor:
         text = rendered.text[: last.stop] + eos
         return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
-    def _place(
-        self, text: str, targets: Ranges, literal: Ranges, written: Sequence[str]
-    ) -> tuple[str, Ranges, Ranges]:
-        """Write what stands for each medium for its private character; ranges follow, literal ones leave it
-        out.
-        """
-        found = list(MEDIA_CHARACTER.finditer(text))
-        if [ord(match[0]) - MEDIA_BASE for match in found] != list(range(len(written))):
-            raise RowError(
-                "chat template drops or moves media",
-                f"{len(written)} media in the row, {len(found)} rendered",
-            )
-        positions = [match.start() for match in found]
-        growth = [0]
-        for each in written:
-            growth.append(growth[-1] + len(each) - 1)
+    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> str:
+        """The text that stands for a medium: its placeholder token, once for each run of its rows."""
+        modality = sample.media[ordinal].modality
+        spell = self.spelled.get(modality)
+        return spell(planned[ordinal]) if spell else self._by_modality[modality].token
 
-        def moved(ranges: Iterable[tuple[int, int]]) -> Ranges:
-            return [
-                (a + growth[bisect_left(positions, a)], b + growth[bisect_left(positions, b)])
-                for a, b in ranges
-            ]
-
-        holes = [(p, p + 1) for p in positions]
-        literal = [
-            gap for a, b in literal for gap in gaps(a, b, [hole for hole in holes if a <= hole[0] < b])
-        ]
-        queue = iter(written)
-        return MEDIA_CHARACTER.sub(lambda _: next(queue), text), moved(targets), moved(literal)
+    def _runs(
+        self, sample: Sample, planned: Sequence[Planned], order: Sequence[int], words: Sequence[str]
+    ) -> tuple[tuple[int, int | None], ...]:
+        """As in `Tokenised`: the runs of a medium are equally long."""
+        runs: list[tuple[int, int | None]] = []
+        for ordinal, word in zip(order, words, strict=True):
+            count = word.count(self._by_modality[sample.media[ordinal].modality].token)
+            runs += [(ordinal, None if count == 1 else planned[ordinal].rows // count)] * count
+        return tuple(runs)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary
@@ -247,12 +270,10 @@ class TextProcessor:
         return ids, mask
 
     def _slots(
-        self, ids: np.ndarray, sample: Sample, planned: Sequence[Planned]
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, int | None], ...] | None]:
-        """(positions of the placeholder tokens, which must be the row's media in order; `Tokenised.runs`)."""
-        steps = [len(each.times) for each in planned] or [0] * len(sample.media)
-        runs = [(nth, count) for nth, count in enumerate(steps) for _ in range(count or 1)]
-        wanted = [self._by_modality[sample.media[nth].modality].id for nth, _ in runs]
+        self, ids: np.ndarray, sample: Sample, runs: Sequence[tuple[int, int | None]]
+    ) -> tuple[int, ...]:
+        """Positions of the placeholder tokens, which must be those of the row's media in order."""
+        wanted = [self._by_modality[sample.media[ordinal].modality].id for ordinal, _ in runs]
         own = {placeholder.id for placeholder in self.placeholders.values()}
         tokens = ids.tolist()
         slots = tuple(at for at, token in enumerate(tokens) if token in own)
@@ -260,9 +281,7 @@ class TextProcessor:
             raise RowError(
                 "placeholder tokens do not match the media", f"{len(slots)} tokens for {len(wanted)} media"
             )
-        if not any(steps):
-            return slots, None
-        return slots, tuple((nth, planned[nth].rows // count if count else None) for nth, count in runs)
+        return slots
 
 
 def _default_template(template: str | Mapping[str, str] | None) -> str | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from models.masks import MaskSpec, Packing, PaddedGroup
+from models.spans import Call, attend, visible
 from omni_ds.errors import UserError
 from omni_ds.parallel.ulysses import grouped_heads
 
@@ -58,51 +59,51 @@ class Backend:
         )
 
 
-def _window(mask: MaskSpec) -> tuple[int, int]:
-    """FlashAttention's (left, right): how many keys before and after the query, -1 for all."""
-    return (-1 if mask.window is None else mask.window - 1, 0 if mask.causal else -1)
-
-
 def _run_flash_attn(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    cu_seqlens, longest, mask = packing.cu_seqlens, packing.max_seqlen, packing.mask
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        softmax_scale=scale,
-        causal=mask.causal,
-        window_size=_window(mask),
-        softcap=mask.softcap or 0.0,
-    )
+    def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        return flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=call.cu_queries,
+            cu_seqlens_k=call.cu_keys,
+            max_seqlen_q=call.longest_query,
+            max_seqlen_k=call.longest_key,
+            softmax_scale=scale,
+            causal=call.causal,
+            window_size=call.window,
+            softcap=packing.mask.softcap or 0.0,
+        )
+
+    return attend(kernel, query, key, value, packing)
 
 
 def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, longest, repeats = packing.cu_seqlens, packing.max_seqlen, query.shape[1] // key.shape[1]
-    grouped = {}
+    repeats, grouped = query.shape[1] // key.shape[1], {}
     if repeats > 1 and "enable_gqa" in _varlen_parameters():
         grouped = {"enable_gqa": True}
     elif repeats > 1:  # torch 2.11
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scale,
-        window_size=_window(packing.mask),
-        **grouped,
-    )
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        return varlen_attn(
+            query,
+            key,
+            value,
+            call.cu_queries,
+            call.cu_keys,
+            call.longest_query,
+            call.longest_key,
+            scale=scale,
+            window_size=call.window,
+            **grouped,
+        )
+
+    return attend(kernel, query, key, value, packing)
 
 
 def _run_sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -117,7 +118,10 @@ def _run_sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
         q, k, v = (x.unflatten(0, group.rows.shape).transpose(1, 2) for x in batch)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        mask, is_causal = _block_mask(group, packing.mask, query.device)
+        if packing.mask.spans and packing.mask.causal:
+            mask, is_causal = visible(packing, group), False
+        else:
+            mask, is_causal = _block_mask(group, packing.mask, query.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     if not outputs:
@@ -164,7 +168,7 @@ BACKENDS = (
     Backend(
         "flash_attn",
         _run_flash_attn,
-        frozenset({"causal", "window", "softcap"}),
+        frozenset({"causal", "window", "spans", "softcap"}),
         available=_has_flash_attn,
         device="cuda",
         dtypes=_HALF,
@@ -174,14 +178,14 @@ BACKENDS = (
     Backend(
         "varlen",
         _run_varlen,
-        frozenset({"causal", "window"}),
+        frozenset({"causal", "window", "spans"}),
         available=_has_varlen,
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
     ),
-    Backend("sdpa", _run_sdpa, frozenset({"causal", "window"})),
+    Backend("sdpa", _run_sdpa, frozenset({"causal", "window", "spans"})),
 )
 
 

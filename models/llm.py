@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,12 @@ from omni_ds.plan.llm_meta import INSIDE, moe_layer_indices
 from omni_ds.plan.region import Region
 from omni_ds.plan.tensor_rules import TensorSizes, check_tensor_degree, layer_styles
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
 # Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+_OFFSET_NORMS = ("gemma3_text",)  # norms multiply by 1 + weight
+# What HF's classes read from a config and no published decoder of these families has.
+_ABSENT = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
 TIED_KEY = "embed"
 
 
@@ -77,12 +80,19 @@ def find_family(config: PreTrainedConfig) -> Family:
             f'omni.llm: model_type "{config.model_type}" is not supported as an LLM; '
             f"supported are {', '.join(FAMILIES)}"
         )
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in _ROPE_TYPES:
-        raise UserError(
-            f'omni.llm: rope_type "{rope_type}" depends on the length of the batch and cannot be packed; '
-            f"use one of {', '.join(_ROPE_TYPES)}"
-        )
+    rotations = config.rope_parameters or {}
+    for rotation in rotations.values() if turns_by_type(config) else [rotations]:
+        rope_type = (rotation or {}).get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise UserError(
+                f'omni.llm: rope_type "{rope_type}" depends on the length of the batch and cannot be packed; '
+                f"use one of {', '.join(_ROPE_TYPES)}"
+            )
+    for key in _ABSENT:
+        if getattr(config, key, None):
+            raise UserError(
+                f"omni.llm: a {config.model_type} with {key} {getattr(config, key)} is not supported"
+            )
     if config.model_type in INSIDE:
         return _decoder_classes(config)
     causal_lm = AutoModelForCausalLM._model_mapping[type(config)]
@@ -93,6 +103,11 @@ def find_family(config: PreTrainedConfig) -> Family:
         norm=getattr(module, f"{stem}RMSNorm"),
         rotary=getattr(module, f"{stem}RotaryEmbedding"),
     )
+
+
+def turns_by_type(config: PreTrainedConfig) -> bool:
+    """Whether layers of different ``layer_types`` have rotations of their own."""
+    return any(isinstance(value, Mapping) for value in (config.rope_parameters or {}).values())
 
 
 _INSIDE: dict[type[PreTrainedConfig], Family] = {}
@@ -133,11 +148,13 @@ class _Rotary:
     def __init__(self, cls: type[nn.Module], config: PreTrainedConfig):
         self.cls, self.config, self.module = cls, config, None
 
-    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, hidden: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.module is None:
             self.module = self.cls(self.config)
         self.module.to(hidden.device)
-        return self.module(hidden, position_ids)
+        return self.module(hidden, position_ids, *([layer_type] if layer_type else []))
 
 
 class DecoderLayer(nn.Module):
@@ -155,6 +172,8 @@ class DecoderLayer(nn.Module):
         family = find_family(config)
         self.groups = groups
         self.index, self.recompute, self.mask = index, recompute, layer_mask(config, index)
+        self._type = config.layer_types[index] if turns_by_type(config) else None
+        self._norms_at_zero = config.model_type in _OFFSET_NORMS
         sparse = index in moe_layer_indices(config.to_dict())
         parallel = sparse and degree(groups.expert) > 1
         with torch.device("meta") if parallel else nullcontext():
@@ -182,32 +201,38 @@ class DecoderLayer(nn.Module):
             held |= {f"layer.mlp.{name}": region for name, region in self._moe.regions().items()}
         return held
 
+    def constants(self) -> dict[str, Tensor]:
+        """Local name -> value of parameters that do not start at random."""
+        return zero_norms(self) if self._norms_at_zero else {}
+
     def forward(self, state: StageState) -> StageState:
         """hidden [T, H] -> [T, H]. An empty micro-batch passes through: HF's layers cannot view 0 tokens."""
         if state.hidden.shape[0] == 0:
             return state
         hidden = state.hidden.unsqueeze(0)
         position_ids = state.batch.position_ids.unsqueeze(-2)  # [1, T], or [k, 1, T] of k kinds
-        if state.rotary is None or state.rotary[0].dtype != hidden.dtype:
-            state.rotary = self._rotary(hidden, position_ids)
+        rotary = state.rotary.get(self._type)
+        if rotary is None or rotary[0].dtype != hidden.dtype:
+            rotary = state.rotary[self._type] = self._rotary(hidden, position_ids, self._type)
         if position_ids.dim() == 3:  # the kinds are for the rotation alone
             position_ids = position_ids[0]
-        packing = state.packing_for(self.groups.sequence).with_mask(self.mask)
+        mask = replace(self.mask, spans=state.batch.spans) if state.batch.spans else self.mask
+        packing = state.packing_for(self.groups.sequence).with_mask(mask)
         if self.recompute and self.training:
             out, logits = checkpoint(
                 self._run,
                 hidden,
                 position_ids,
-                state.rotary,
+                rotary,
                 packing,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         else:
-            out, logits = self._run(hidden, position_ids, state.rotary, packing)
+            out, logits = self._run(hidden, position_ids, rotary, packing)
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
-            state = state.with_routing(*self._moe.observe(logits, state.batch))
+            state = state.with_routing(*self._moe.observe(logits, state.documents_for(self.groups.sequence)))
         return state.with_level()
 
     def _run(
@@ -243,13 +268,23 @@ class NormLayer(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.norm = find_family(config).norm(config.hidden_size, eps=config.rms_norm_eps)
+        self._norms_at_zero = config.model_type in _OFFSET_NORMS
         fuse_decoder(self.norm)
 
     def hf_names(self) -> dict[str, str]:
         return {"norm.weight": "llm.model.norm.weight"}
 
+    def constants(self) -> dict[str, Tensor]:
+        """Local name -> value of parameters that do not start at random."""
+        return zero_norms(self) if self._norms_at_zero else {}
+
     def forward(self, state: StageState) -> StageState:
         return state.with_hidden(self.norm(state.hidden.index_select(0, state.batch.target_positions)))
+
+
+def zero_norms(module: nn.Module) -> dict[str, Tensor]:
+    """Where the norms of a decoder that multiply by 1 + weight start."""
+    return {name: torch.zeros(p.shape) for name, p in module.named_parameters() if "norm" in name}
 
 
 def tensor_sizes(config: PreTrainedConfig) -> TensorSizes:

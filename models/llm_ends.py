@@ -16,6 +16,8 @@ from omni_ds.parallel.layer_groups import ALONE, LayerGroups, even_part
 from omni_ds.parallel.sums import sum_output
 from omni_ds.plan.region import Region
 
+_SCALED = ("gemma3_text",)  # embeddings are multiplied by the root of the width
+
 
 class EmbedLayer(nn.Module):
     """Token embedding, with feature rows in the place of placeholder tokens. Also the head of tied models.
@@ -33,6 +35,7 @@ class EmbedLayer(nn.Module):
         padding = padding - self.rows[0] if held else None
         self.embed_tokens = nn.Embedding(self.rows[1] - self.rows[0], config.hidden_size, padding)
         self.embed_tokens.weight.tensor_model_parallel = groups.tensor is not None
+        self._scale = config.hidden_size**0.5 if config.model_type in _SCALED else None
 
     def hf_names(self) -> dict[str, str]:
         return {"embed_tokens.weight": "llm.model.embed_tokens.weight"}
@@ -53,7 +56,7 @@ class EmbedLayer(nn.Module):
             hidden = self._summed_lookup(batch, features)
             levels = self._summed_levels(batch, levels)
         else:
-            hidden = self.embed_tokens(batch.input_ids)
+            hidden = self._lookup(batch.input_ids)
             if batch.feature_positions is not None and batch.feature_positions.numel():
                 assert features is not None, "feature positions without features"
                 hidden = hidden.index_copy(0, batch.feature_positions, features.to(hidden.dtype))
@@ -82,13 +85,19 @@ class EmbedLayer(nn.Module):
             whole = whole.index_copy(1, own, levels.to(whole.dtype))
         return sum_output(whole, self.groups.tensor)
 
+    def _lookup(self, ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(ids)
+        if self._scale is None:
+            return hidden
+        return hidden * float(torch.tensor(self._scale).to(hidden.dtype))  # rounded, as in HF's module
+
     def _summed_lookup(self, batch: PackedBatch, features: Tensor | None) -> Tensor:
         ids, (start, stop) = batch.input_ids, self.rows
         elsewhere = (ids < start) | (ids >= stop)
         placeholders = batch.media_positions
         if placeholders is not None:
             elsewhere = elsewhere.index_fill(0, placeholders, True)
-        hidden = self.embed_tokens((ids - start).masked_fill(elsewhere, 0))
+        hidden = self._lookup((ids - start).masked_fill(elsewhere, 0))
         hidden = hidden.masked_fill(elsewhere.unsqueeze(1), 0.0)
         if features is not None:
             hidden = hidden.index_copy(0, batch.feature_positions, features.to(hidden.dtype))

@@ -24,8 +24,8 @@ class MaskSpec:
 
     - causal: keys up to the query's own position.
     - window: of those, the last ``window`` (the query itself counts, as in HF's sliding window); None: all.
-    - spans: (offset, length) in packed tokens whose tokens see each other in both directions whatever
-      ``causal`` says; None: no such spans.
+    - spans: (offset, length) in packed tokens, each within a segment, whose tokens also see those that follow
+      them in the span, whatever ``causal`` says; None: no such spans.
     - softcap: scores become ``softcap * tanh(scores / softcap)``; None: unbounded.
     """
 

@@ -3,7 +3,8 @@ tensors under our global names.
 
 Nothing here knows a family: parts are found in the module tree of the HF class on the meta device. The
 language model is what ``get_decoder`` returns; a module named ``...projector``, or a tower's ``merger``, is a
-projector; what else the base model holds are towers, named ``audio`` or ``vision``.
+projector, to which parameters of the base model itself belong; what else it holds are towers, named ``audio``
+or ``vision``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Multimodal:
     def _find_parts(self) -> dict[str, Tower]:
         base, decoder = self.model.base_model, self.model.get_decoder()
         top, towers, projectors = _name_of(self.model, base), {}, {}
+        loose = [name for name, _ in base.named_parameters(recurse=False)]
         for name, module in base.named_children():
             place = f"{top}.{name}"
             if module is decoder or name == "language_model":
@@ -86,11 +88,15 @@ class Multimodal:
         found = {}
         for kind, module in towers.items():
             projector = projectors[kind] if kind in projectors else projectors[None]
+            if len(towers) == 1:  # parameters of the model itself work on feature rows
+                self._prefixes |= {f"encoders.{kind}.projector.{name}": f"{top}.{name}" for name in loose}
             self._prefixes |= {
                 f"encoders.{kind}.projector.": f"{projector}.",
                 f"encoders.{kind}.tower.": f"{module}.",
             }
-            config = getattr(self.config, f"{kind}_config")
+            config = copy.deepcopy(getattr(self.config, f"{kind}_config"))
+            for key, value in self.family.towers(self.config).get(kind, {}).items():
+                setattr(config, key, value)
             found[kind] = Tower(kind, _MEDIA[kind][0], config, module, projector, self._tokens(kind))
         return found
 

@@ -5,12 +5,13 @@ Whole samples lie one after another in one sequence of T tokens; attention stays
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.documents import Documents
 from models.masks import Packing
 from omni_ds.parallel.ulysses import Ulysses
 
@@ -35,6 +36,8 @@ class PackedBatch:
     - bounds: where each shard of the whole sequence starts, and the end; None: this is the whole sequence.
     - padding: dummy tokens at the end of the whole sequence, a segment of their own after the samples.
     - lost: segments of the whole sequence whose sample counts for nothing, because its media failed.
+    - spans: (offset, length) in the whole sequence of tokens that see each other in both directions
+      (MaskSpec.spans).
     """
 
     input_ids: Tensor
@@ -51,6 +54,7 @@ class PackedBatch:
     bounds: tuple[int, ...] | None = None
     padding: int = 0
     lost: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -69,9 +73,9 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device (non-blocking: pinned host tensors copy asynchronously)."""
         moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            each.name: value.to(device, non_blocking=True)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
         }
         return replace(self, **moved)
 
@@ -141,20 +145,22 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``levels``: [D, P, H], what is still to be added at the P ``media_positions``, the first of them behind
-    the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are
-    made by the first layer that needs them on a stage and handed on to the others. ``auxiliary``: fp32
-    scalar, what the routers of this stage add to the loss, not divided by the tokens of the global batch;
-    None without experts. ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices
-    of its experts.
+    the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], packing and
+    documents are made by the first layer that needs them on a stage and handed on to the others; ``rotary``
+    by the type of the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the
+    routers of this stage add to the loss, not divided by the tokens of the global batch; None without
+    experts. ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its
+    experts.
     """
 
     batch: PackedBatch
     hidden: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
+    rotary: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     auxiliary: Tensor | None = None
     router_counts: tuple[Tensor, ...] = ()
     levels: Tensor | None = None
     _packing: Packing | None = None
+    _documents: Documents | None = None
 
     @classmethod
     def received(cls, batch: PackedBatch, message: Tensor) -> StageState:
@@ -177,6 +183,12 @@ class StageState:
             ulysses = None if sequence is None else Ulysses(sequence, batch.bounds)
             self._packing = Packing(batch.cu_seqlens, batch.segments, ulysses=ulysses)
         return self._packing
+
+    def documents_for(self, sequence: ProcessGroup | None) -> Documents:
+        """Which sample each token here is of. sequence: as in :meth:`packing_for`."""
+        if self._documents is None:
+            self._documents = Documents.of(self.batch, sequence)
+        return self._documents
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)

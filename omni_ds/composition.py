@@ -52,7 +52,10 @@ def complete(config: Config) -> Config:
 
     model = read_model(config.omni.model)
     values = config.to_dict()
-    given = values["omni"].setdefault("encoders", {})
+    # what the user wrote: a default does not contradict the checkpoint
+    given = {
+        name: part.model_dump(mode="json", exclude_unset=True) for name, part in config.omni.encoders.items()
+    }
     if unknown := sorted(given.keys() - model.sections.keys()):
         raise UserError(
             f"omni.encoders.{unknown[0]}: {model.path} has no part of this name; its encoders are "
@@ -88,8 +91,7 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
             llm_config.vocab_size = max(llm_config.vocab_size, text.vocabulary_size)
             llm = replace(llm, vocab=llm_config.vocab_size)
         else:
-            tokens = {name: tower.tokens for name, tower in model.towers.items()}
-            text = build_model_text(config, tokens, encoders, grids=model.family.grid_positions)
+            text = build_model_text(config, model, encoders)
             if text.vocabulary_size > llm_config.vocab_size:
                 raise UserError(
                     f"omni.model.path: the tokenizer of {model.path} has ids up to "

@@ -82,18 +82,20 @@ class Encoder(nn.Module):
         lead = self.meta.mels or self.meta.channels
         return [torch.zeros(lead, *self.meta.minimal_shape(), device=device, dtype=dtype)]
 
-    def forward(self, values: Sequence[Tensor]) -> Tensor:
+    def forward(self, values: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Items -> feature rows [rows, H], in item order.
 
         values: images [channels, height, width] or clips [mels, frames], float; they are cast to the tower's
-        dtype.
+        dtype. shapes: of the items as the plan has them; None: those of the values.
         """
         assert len(values), "an encoder pass needs at least one item; use minimal_values"
+        if shapes is None:
+            shapes = [tuple(value.shape[1:]) for value in values]
         trains = any(parameter.requires_grad for parameter in self.tower.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             features, grids = self.features(values)
-        rows = self.project(features, grids)
-        expected = sum(self.meta.measure(value.shape[1:])[1] for value in values)
+        rows = self.project_items(features, grids, shapes)
+        expected = sum(self.meta.measure(shape)[1] for shape in shapes)
         assert rows.shape[0] == expected, f"{rows.shape[0]} feature rows, the plan expects {expected}"
         return rows
 
@@ -107,6 +109,12 @@ class Encoder(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             features, grid = self.slice_features(value, part)
         return self.project(features, [grid])
+
+    def project_items(
+        self, features: Tensor, grids: Sequence[tuple[int, int]], shapes: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Feature rows [rows, H] of whole items of these shapes."""
+        return self.project(features, grids)
 
     def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
         """Feature rows [rows, H] of what :meth:`features` returned."""

@@ -28,8 +28,8 @@ def _weights(native: int, size: int, mode: str, antialias: bool) -> Tensor:
 def resize_grid(
     table: Tensor, grid: tuple[int, int], *, mode: str = "bicubic", antialias: bool = False
 ) -> Tensor:
-    """[side, side, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32, in
-    the table's dtype."""
+    """[height, width, C] -> [rows * columns, C]: ``F.interpolate(align_corners=False)`` to ``grid``, in fp32,
+    in the table's dtype."""
     rows, columns = (
         on_device(_weights(native, size, mode, antialias), table.device)
         for native, size in zip(table.shape[:2], grid, strict=True)

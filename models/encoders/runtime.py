@@ -10,15 +10,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.encoders.base import Encoder, ItemSlice
+from models.encoders.gemma3 import Gemma3VisionEncoder
+from models.encoders.internvl import InternVLEncoder
 from models.encoders.naflex import NaflexEncoder
+from models.encoders.onevision import OneVisionEncoder
 from models.encoders.qwen3_vision import Qwen3VisionEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
+from models.encoders.voxtral import VoxtralEncoder
 from models.encoders.whisper import WhisperEncoder
 from models.freeze import set_trainable
 from omni_ds.plan.encoder_meta import EncoderMeta
 from omni_ds.plan.image_size import NAFLEX
+from omni_ds.plan.towers.gemma3 import Gemma3VisionMeta
+from omni_ds.plan.towers.voxtral import VoxtralMeta
 
 _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
@@ -26,8 +32,14 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "qwen_vision": QwenVisionEncoder,
     "qwen3_vision": Qwen3VisionEncoder,
     "qwen_audio": QwenAudioEncoder,
+    "onevision": OneVisionEncoder,
+    "internvl": InternVLEncoder,
 }
 _BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_META: dict[type[EncoderMeta], type[Encoder]] = {
+    Gemma3VisionMeta: Gemma3VisionEncoder,
+    VoxtralMeta: VoxtralEncoder,
+}
 
 
 def build_encoder(
@@ -39,7 +51,7 @@ def build_encoder(
     "encoder")``. UserError when architecture or geometry is not supported.
     """
     meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
-    family = _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
+    family = _BY_META.get(type(meta)) or _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
     encoder = family(meta, hf_config, recompute)
     set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
     return encoder
@@ -73,22 +85,27 @@ class RuntimeEncoders(nn.Module):
             f"encoders.{name}.{x}" for name, encoder in self.encoders.items() for x in encoder.unused
         )
 
-    def forward(self, batches: Mapping[str, Sequence[Tensor]], minimal: Sequence[str] = ()) -> Tensor:
+    def forward(
+        self,
+        batches: Mapping[str, Sequence[Tensor]],
+        minimal: Sequence[str] = (),
+        shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ) -> Tensor:
         """Feature rows [rows, width] of all items, encoders in config order, so that one tensor leaves the
         engine.
 
-        An encoder named in ``minimal`` that has no items runs its smallest item and adds no row: its
-        parameters still enter forward and backward, with zero gradient. Without any work the result is [0,
-        width].
+        shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items
+        runs its smallest item and adds no row: its parameters still enter forward and backward, with zero
+        gradient. Without any work the result is [0, width].
         """
         outputs = []
         for name, encoder in self.encoders.items():
             if values := batches.get(name):
-                outputs.append(self._padded(encoder(values)))
+                outputs.append(self._padded(encoder(values, None if shapes is None else shapes[name])))
             elif name in minimal:
                 parameter = next(encoder.projector.parameters())
-                made = encoder(encoder.minimal_values(parameter.device, parameter.dtype))
-                outputs.append(self._padded(made[:0]))
+                least = encoder.minimal_values(parameter.device, parameter.dtype)
+                outputs.append(self._padded(encoder(least, [encoder.meta.minimal_shape()])[:0]))
         if outputs:
             return torch.cat(outputs)
         parameter = next(self.parameters())

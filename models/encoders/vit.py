@@ -22,7 +22,13 @@ from models.encoders.base import Encoder, ItemSlice
 from models.encoders.resize import resize_grid
 from omni_ds.plan.encoder_meta import EncoderMeta
 
-_NO_DROPOUT = ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+_NO_DROPOUT = (
+    "attention_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "projection_dropout",
+    "drop_path_rate",
+)
 
 
 def vit_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -41,8 +47,14 @@ def vit_config(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 class VitEncoder(Encoder):
     """A vision tower. Item: [channels, height, width], already resized and normalised."""
 
-    def __init__(self, meta: EncoderMeta, config: PreTrainedConfig, recompute: bool = False):
-        super().__init__(meta, AutoModel.from_config(vit_config(config, meta.layers)), recompute)
+    def __init__(
+        self,
+        meta: EncoderMeta,
+        config: PreTrainedConfig,
+        recompute: bool = False,
+        projector: nn.Module | None = None,
+    ):
+        super().__init__(meta, AutoModel.from_config(vit_config(config, meta.layers)), recompute, projector)
         dino = meta.model_type.startswith("dinov2")
         self.unused = (
             ("tower.layernorm.weight", "tower.layernorm.bias", "tower.embeddings.mask_token")
@@ -162,14 +174,15 @@ class VitEncoder(Encoder):
         hidden = self.tower.embeddings(list(values))
         if hasattr(self.tower, "pre_layrnorm"):
             hidden = self.tower.pre_layrnorm(hidden)
-        segments = [self.meta.measure(value.shape[1:])[0][0] for value in values]
+        prefix, patch = self.meta.prefix, self.meta.patch
+        grids = [(value.shape[1] // patch, value.shape[2] // patch) for value in values]
+        segments = [prefix + rows * columns for rows, columns in grids]
         hidden = self.run_layers(self.layers, hidden, segments)
         if self.meta.keep_prefix:
             return hidden, [(1, length) for length in segments]
-        prefix, patch = self.meta.prefix, self.meta.patch
         if prefix:
             hidden = torch.cat([item[prefix:] for item in hidden.split(segments)])
-        return hidden, [(value.shape[1] // patch, value.shape[2] // patch) for value in values]
+        return hidden, grids
 
 
 def _patches(image: Tensor, patch: int) -> Tensor:

@@ -15,18 +15,31 @@ def no_sections(config: PreTrainedConfig) -> dict[str, Section]:
     return {}
 
 
+def as_written(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """A line of the table.
 
     model_class: name of the HF class in transformers. sections: config of a checkpoint -> for a tower's name,
     the keys of ``omni.encoders.<name>`` that the checkpoint decides; UserError when it asks for what cannot
-    be built. grid_positions: tokens of images have positions in time, height and width (mrope). unused:
-    prefix of a tensor's name in the class, or in the checkpoint where the class has no such tensor -> why
-    nothing is made of it.
+    be built. towers: config of a checkpoint -> for a tower's name, what it says of the tower outside the
+    tower's own config, to which it is joined. grid_positions: tokens of images have positions in time, height
+    and width (mrope). blocks: consecutive feature rows attend to each other in both directions. written:
+    (config, tokenizer) -> what the chat template writes for a medium -> what HF's processor makes of it, with
+    one placeholder; nothing where the template writes the placeholder itself. spelled: (config, tokenizer) ->
+    modality -> (`data.planned.Planned`) -> text for the placeholder of a medium whose feature rows come in
+    several equal runs, with a placeholder for each. unused: prefix of a tensor's name in the class, or in the
+    checkpoint where the class has no such tensor -> why nothing is made of it.
     """
 
     model_class: str
     sections: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
+    towers: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
     grid_positions: bool = False
+    blocks: bool = False
+    written: Callable[[PreTrainedConfig, Any], dict[str, str]] = as_written
+    spelled: Callable[[PreTrainedConfig, Any], dict[str, Callable[[Any], str]]] = as_written
     unused: Mapping[str, str] = field(default_factory=dict)

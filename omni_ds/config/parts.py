@@ -72,8 +72,9 @@ class ProcessorConfig(Section):
 class ProjectorConfig(Section):
     """The layers that turn encoder output into rows of the LLM's width."""
 
-    type: Literal["mlp"] = "mlp"
-    """mlp: linear, GELU, linear."""
+    type: Literal["mlp", "gemma3"] = "mlp"
+    """mlp: linear, GELU, linear. gemma3: means of factor x factor patches, norm, linear; Gemma3 checkpoints
+    alone have it."""
     reduction: Literal["none", "pixel_shuffle", "frame_stack"] = "none"
     """How neighbouring rows are joined before the mlp: pixel_shuffle joins factor x factor patches of an
     image, frame_stack joins factor frames of a clip."""

@@ -77,6 +77,8 @@ def _encoders(config: Config) -> Iterator[str]:
         key = f"omni.encoders.{name}"
         if name == "llm" or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"{key}: an encoder's name is letters, digits and _, and not llm; rename it"
+        if encoder.projector.type != "mlp" and config.omni.model is None:
+            yield f'{key}.projector.type: "{encoder.projector.type}" needs such an omni.model; use "mlp"'
         if encoder.modality is None:
             if config.omni.model is None:
                 yield f"{key}.modality: missing; give image or audio"
@@ -92,7 +94,7 @@ def _fits_modality(key: str, encoder: EncoderConfig) -> Iterator[str]:
             f"{key}.projector.reduction: {projector.reduction} is for {needs} encoders and this one is for "
             f"{modality}; use {'frame_stack' if modality == 'audio' else 'pixel_shuffle'} or none"
         )
-    if projector.reduction == "none" and projector.factor != 1:
+    if projector.reduction == "none" and projector.type == "mlp" and projector.factor != 1:
         yield (
             f"{key}.projector.factor: {projector.factor} has no effect with reduction none; "
             "set projector.reduction to pixel_shuffle or frame_stack"

@@ -159,6 +159,7 @@ class EmulatedEncoders:
         rows: Mapping[str, int],
         passes: Sequence[str],
         keep_graph: bool,
+        shapes: Mapping[str, Sequence[Sequence[int]]],
     ) -> Tensor:
         output = self._tags[window].expand(-1, self._plan.row_width).contiguous()
         self._live[window] = output

@@ -98,15 +98,18 @@ class EncoderEngine:
         rows: Mapping[str, int],
         passes: Sequence[str],
         keep_graph: bool,
+        shapes: Mapping[str, Sequence[Sequence[int]]],
     ) -> Tensor:
         """Encode this rank's share of a window.
 
         Args:
             window: its index; EB refers to it.
-            media: preprocessed media by encoder, in share order (image [3, H, W], audio [mels, frames]).
+            media: preprocessed media by encoder, in share order (image [3, H, W], as tiles [3, tiles, H, W],
+                audio [mels, frames]).
             rows: feature rows of the share by encoder.
             passes: encoders that must run even without media (world collectives under ZeRO-3).
             keep_graph: False in evaluation.
+            shapes: of the share's items by encoder, as planned.
 
         Returns:
             [rows, width] in config order of encoders, without a graph.
@@ -116,8 +119,8 @@ class EncoderEngine:
             for name, values in media.items()
         }
         blocks: dict[str, Tensor] = {}
-        blocks.update(self._run_frozen(media, rows))
-        output, trainable_rows = self._run_trainable(media, rows, passes, keep_graph)
+        blocks.update(self._run_frozen(media, rows, shapes))
+        output, trainable_rows = self._run_trainable(media, passes, keep_graph, shapes)
         if output is not None:
             names = [name for name in self._order if name in trainable_rows]
             blocks.update(zip(names, output.detach().split([rows[n] for n in names]), strict=True))
@@ -128,21 +131,26 @@ class EncoderEngine:
             return torch.zeros((0, self._width), dtype=self._dtype, device=self._device)
         return torch.cat(present)
 
-    def _run_frozen(self, media: Mapping[str, list[Tensor]], rows: Mapping[str, int]) -> dict[str, Tensor]:
+    def _run_frozen(
+        self,
+        media: Mapping[str, list[Tensor]],
+        rows: Mapping[str, int],
+        shapes: Mapping[str, Sequence[Sequence[int]]],
+    ) -> dict[str, Tensor]:
         module = self._modules["frozen"]
         names = [] if module is None else [name for name in module.encoders if media.get(name)]
         if not names:
             return {}
         with torch.no_grad():
-            output = module({name: media[name] for name in names}, ())
+            output = module({name: media[name] for name in names}, (), shapes)
         return dict(zip(names, output.split([rows[name] for name in names]), strict=True))
 
     def _run_trainable(
         self,
         media: Mapping[str, list[Tensor]],
-        rows: Mapping[str, int],
         passes: Sequence[str],
         keep_graph: bool,
+        shapes: Mapping[str, Sequence[Sequence[int]]],
     ) -> tuple[Tensor | None, set[str]]:
         module = self._modules["trainable"]
         if module is None:
@@ -154,7 +162,8 @@ class EncoderEngine:
         if not present and not minimal:
             return None, set()
         with self.ranks.active(), torch.set_grad_enabled(keep_graph):
-            output = self.engine(present, minimal) if keep_graph else module(present, minimal)
+            run = self.engine if keep_graph else module
+            output = run(present, minimal, shapes)
         return output, set(present)
 
     def forward_slice(
@@ -172,8 +181,9 @@ class EncoderEngine:
         Returns:
             [rows of the slice, width], without a graph.
         """
-        trains = any(name in module.encoders for module in [self._modules["trainable"]] if module is not None)
-        module = self._modules["trainable" if trains else "frozen"]
+        trainable = self._modules["trainable"]
+        trains = trainable is not None and name in trainable.encoders
+        module = trainable if trains else self._modules["frozen"]
         value = value.to(self._device, non_blocking=True).to(self._dtype)
         with self.ranks.active(), torch.set_grad_enabled(keep_graph and trains):
             output = module.forward_slice(name, value, part)
@@ -222,18 +232,13 @@ class EncoderEngine:
             return
         with self.ranks.active():
             self._begin_accumulation()
-            if self._zero_stage != 3:
-                self._fill_missing_gradients()
+            # For encoders that this rank had no media for.
+            self.adapter.fill_missing(p for p in self.engine.module.parameters() if p.requires_grad)
             self._accumulation.close()  # with coalescing, this is where DeepSpeed reduces
             self._accumulation = None
             if isinstance(self.engine.optimizer, BF16_Optimizer):
                 self.engine.set_gradient_accumulation_boundary(True)
                 self.engine.allreduce_gradients()
-
-    def _fill_missing_gradients(self) -> None:
-        """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
-        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""

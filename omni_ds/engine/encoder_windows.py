@@ -93,11 +93,12 @@ class EncoderWindows:
 
     def forward(self, window: int, keep_graph: bool) -> WindowRows:
         """Encode this rank's share: EF. A collective of the gangs it has slices with."""
-        own, rows = self._shares(window)[0][1], {}
+        own, rows, shapes = self._shares(window)[0][1], {}, {}
         for placed in own.whole:
             rows[placed.item.encoder] = rows.get(placed.item.encoder, 0) + placed.item.rows
+            shapes.setdefault(placed.item.encoder, []).append(placed.item.shape)
         media, passes = self._step.media.get(window, {}), self._passes(window)
-        whole = self._encoders.forward(window, media, rows, passes, keep_graph=keep_graph)
+        whole = self._encoders.forward(window, media, rows, passes, keep_graph=keep_graph, shapes=shapes)
         values = self._values(window)
         slices = tuple(self._forward_slice(window, one, values, keep_graph) for one in self.slices(window))
         return WindowRows(whole, slices)

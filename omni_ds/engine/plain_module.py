@@ -39,8 +39,6 @@ class PlainModule(nn.Module):
             1: none here.
     """
 
-    num_stages, stage_id = 1, 0
-
     def __init__(self, layers: Sequence[LayerDef], block: int = 0):
         super().__init__()
         with empty_parameters():

@@ -127,8 +127,9 @@ def build_runtime(
             )
             for name, hf_config in composition.encoder_configs.items()
         }
-    ranks = LaneRanks.create(plan.mesh, groups) if isinstance(module, PlainModule) else None
-    sharder = None
+    ranks = sharder = None
+    if isinstance(module, PlainModule):
+        ranks = LaneRanks.create(plan.mesh, groups, layer_groups.tensor)
     if plan.options.llm_zero_stage == 3:
         engine_config = llm_engine_config(config, 1, plan.mesh.data_degree)
         sharder = Sharder(engine_config, ranks, layer_groups.expert_data, dtype, device)

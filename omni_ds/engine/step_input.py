@@ -81,7 +81,9 @@ def _packed(packed: PackedNumpy, micro_batch: MicroBatch, failed: frozenset[int]
             "feature_positions",
         )
     }
-    batch = PackedBatch(max_seqlen=micro_batch.max_seqlen, segments=micro_batch.lengths, **tensors)
+    batch = PackedBatch(
+        max_seqlen=micro_batch.max_seqlen, segments=micro_batch.lengths, spans=packed.spans, **tensors
+    )
     lost = [i for i, sample in enumerate(micro_batch.samples) if sample.row in failed]
     if not lost:
         return batch

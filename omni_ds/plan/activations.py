@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
+ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -102,6 +104,9 @@ def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: 
     """What decoder layer `index` keeps of a token on a tensor rank."""
     share = LayerShare.of(llm, tensor)
     total = 2 * norm_bytes(llm.hidden, element)
+    total += (
+        (llm.norms - 2) * 8 * llm.hidden
+    )  # behind a block: fp32 input and normalised input; a sum keeps none
     if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
         total += (share.query + share.key) * (8 if element == 4 else 4 + element)
     # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor
@@ -169,6 +174,9 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
     mesh = plan.mesh
     sharers = mesh.lanes * (1 if plan.first_stage_only else mesh.pipe)
     live = min(plan.options.live_micro_batches or max(4, mesh.pipe), load.micro_batches)
+    if mesh.pipe == 1 and load.encoders:  # windows of just enough tokens, one at a time (weave.py)
+        tokens = max(1, sum(tokens for tokens, _ in load.encoders.values()))
+        live = min(live, -(-ENOUGH * mesh.lanes // tokens))
     kept = running = 0
     for meta in plan.encoders:
         tokens, rows = load.encoders.get(meta.name, (0, 0))
@@ -177,5 +185,5 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
         if plan.options.encoder_recompute and tower:
             whole = tokens * element * (meta.layers + 2) * meta.hidden
             running = max(running, -(-tokens * tower // (meta.layers * sharers)))
-        kept += -(-live * (whole + rows * row) // sharers)
+        kept += -(-live * (whole + meta.projected_rows(tokens, rows) * row) // sharers)
     return kept, running

@@ -68,6 +68,12 @@ def tower_config(hf_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return model_type, dict(hf_config)
 
 
+def tower_type(hf_config: Mapping[str, Any]) -> str:
+    """What kind of tower a config is of: its ``model_type``, unless the whole checkpoint's config says that
+    it is used in a way of its own (``ModelFamily.towers``)."""
+    return hf_config.get("tower_type") or hf_config.get("model_type", "")
+
+
 def default_feature_layer(model_type: str) -> int:
     """Index into HF's ``hidden_states`` when the config names none.
 
@@ -102,13 +108,13 @@ def read_geometry(where: str, encoder: Any, hf_config: Mapping[str, Any]) -> Geo
 
 
 def _vit(where: str, encoder: Any, model_type: str, config: dict[str, Any]) -> Geometry:
-    patch = _side(where, "patch_size", config["patch_size"])
+    patch = square_side(where, "patch_size", config["patch_size"])
     if model_type == NAFLEX:  # positions are a square of patches, whatever the size of an image
         image = patch * isqrt(config["num_patches"])
         if image**2 != config["num_patches"] * patch**2:
             raise UserError(f"{where}: num_patches {config['num_patches']} is not a square number")
     else:
-        image = _side(where, "image_size", config["image_size"])
+        image = square_side(where, "image_size", config["image_size"])
     hidden, heads, channels = config["hidden_size"], config["num_attention_heads"], config["num_channels"]
     if hidden % heads:
         raise UserError(f"{where}: hidden_size {hidden} does not divide by num_attention_heads {heads}")
@@ -184,7 +190,7 @@ def _whisper(where: str, encoder: Any, config: dict[str, Any]) -> Geometry:
     )
 
 
-def _side(where: str, key: str, value: Any) -> int:
+def square_side(where: str, key: str, value: Any) -> int:
     """One side of a square given as an int or a pair: position embeddings are interpolated from a square
     grid."""
     sides = {value} if isinstance(value, int) else set(value)

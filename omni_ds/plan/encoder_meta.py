@@ -19,7 +19,7 @@ from math import gcd, isqrt
 from typing import TYPE_CHECKING, Any
 
 from omni_ds.errors import UserError
-from omni_ds.plan.encoder_geometry import Geometry, read_geometry
+from omni_ds.plan.encoder_geometry import Geometry, read_geometry, tower_type
 from omni_ds.plan.image_size import image_sizing
 from omni_ds.plan.shards import even_bounds
 
@@ -79,10 +79,11 @@ class EncoderMeta:
         architecture that is not supported and on geometry that does not work out (grid against pixel-shuffle
         factor).
         """
-        from omni_ds.plan.towers import TOWERS  # of subclasses of this class
+        from omni_ds.plan.towers import PROJECTORS, TOWERS  # of subclasses of this class
 
-        if hf_config.get("model_type") in TOWERS:
-            return TOWERS[hf_config["model_type"]].from_config(name, encoder, hf_config, llm_hidden)
+        kind = PROJECTORS.get(encoder.projector.type) or TOWERS.get(tower_type(hf_config))
+        if kind is not None:
+            return kind.from_config(name, encoder, hf_config, llm_hidden)
         where = f"omni.encoders.{name}"
         geometry = read_geometry(where, encoder, hf_config)
         projector = encoder.projector
@@ -220,12 +221,16 @@ class EncoderMeta:
         hidden = self.projector_hidden
         return 2 * self.projector_in * hidden, 2 * hidden * self.out_hidden
 
+    def projected_rows(self, tokens: int, rows: int) -> int:
+        """How many rows the projector makes where ``tokens`` tower tokens give ``rows`` feature rows."""
+        return rows
+
     def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Segment lengths (tokens) and feature rows of an item.
 
-        ``shape``: (height, width) in pixels after preprocessing, (frames, height, width) of a video, or (mel
-        frames,). UserError when it is too
-        small for one token or its grid does not divide.
+        ``shape``: (height, width) in pixels after preprocessing, (frames, height, width) of a video, (mel
+        frames,), or a tower's own for tiles. UserError when it is too small for one token or its grid does
+        not divide.
         """
         if self.family == "vit":
             return self._measure_image(*shape)
@@ -296,11 +301,13 @@ class EncoderMeta:
 
     def forward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of tower and projector for segments of these lengths (tokens) that give ``rows`` features."""
+        rows = self.projected_rows(sum(segments), rows)
         return self._tower_flops(segments) + rows * sum(self.projector_flops)
 
     def backward_flops(self, segments: Sequence[int], rows: int) -> int:
         """FLOPs of the gradients that are needed: 0 when frozen, the projector's alone under a frozen
         tower."""
+        rows = self.projected_rows(sum(segments), rows)
         first, second = (rows * flops for flops in self.projector_flops)
         flops = 0
         if self.tower_trainable:

@@ -18,14 +18,18 @@ from omni_ds.errors import UserError
 
 # Decoders of multimodal models, which are not models of their own: their name in config.json's text_config.
 INSIDE = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", *INSIDE)
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", *INSIDE)
 # Their attention is Qwen3's: norms of queries and keys, attention_bias for all four matrices.
-_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text")
+_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text")
 _QWEN3_MOE = ("qwen3_moe", "qwen3_vl_moe_text")
-_HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128}
 # transformers' Qwen2 has biases on q, k, v whatever the config says, its Mixtral has none
 _ATTENTION_BIAS = {"qwen2": True, "mixtral": False, "qwen2_vl_text": True, "qwen2_5_vl_text": True}
-_SLIDING = ("mistral", "mixtral")  # families whose sliding_window needs no use_sliding_window
+_HEAD_DIM = {
+    "qwen3": 128,
+    "qwen3_vl_text": 128,
+    "gemma3_text": 256,
+}  # defaults of transformers that do not follow from other sizes
+_SLIDING = ("mistral", "mixtral", "gemma3_text")  # families whose sliding_window needs no use_sliding_window
 
 
 def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -59,7 +63,8 @@ def check_expert_degree(experts: int, size: int) -> None:
 class LLMMeta:
     """Sizes of a decoder of the Llama shape.
 
-    window: sliding-window length in tokens of the layers listed in windowed_layers (a count), 0 = none.
+    window: sliding-window length in tokens of all layers but full_layers, 0 = none. norms: of the hidden
+    width, in a layer.
     intermediate: width of dense MLPs; moe_layers: indices of the layers that have ``experts`` experts of
     width ``moe_intermediate`` instead, ``experts_per_token`` of which compute a token.
     """
@@ -77,7 +82,9 @@ class LLMMeta:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms: int = 2
     window: int = 0
+    full_layers: tuple[int, ...] = ()
     model_type: str = "llama"
     experts: int = 0
     experts_per_token: int = 0
@@ -104,6 +111,8 @@ class LLMMeta:
         hidden, heads = size("hidden_size"), size("num_attention_heads")
         head_dim = size("head_dim", _HEAD_DIM.get(family, hidden // heads))
         windowed = hf_config.get("use_sliding_window", family in _SLIDING)
+        window = int(hf_config.get("sliding_window") or 0) if windowed else 0
+        types = hf_config.get("layer_types") or ()
         moe_layers = moe_layer_indices(hf_config)
         experts: dict[str, Any] = {}
         if moe_layers:
@@ -137,7 +146,9 @@ class LLMMeta:
             out_bias=attention_bias and family in ("llama", *_QWEN3),
             mlp_bias=bool(hf_config.get("mlp_bias", False)) and family == "llama",
             qk_norm=family in _QWEN3,
-            window=int(hf_config.get("sliding_window") or 0) if windowed else 0,
+            norms=4 if family == "gemma3_text" else 2,
+            window=window,
+            full_layers=tuple(i for i, kind in enumerate(types) if window and kind != "sliding_attention"),
             model_type=family,
             **experts,
         )
@@ -162,7 +173,7 @@ class LLMMeta:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of a decoder layer: matrices, biases, two norms, q and k norms; on average where
+        """Parameters of a decoder layer: matrices, biases, norms, q and k norms; on average where
         dense layers and experts mix."""
         return self._mean(self.parameters_of_layer)
 
@@ -192,7 +203,7 @@ class LLMMeta:
         """Parameters of one decoder layer, all experts included."""
         biases = (self._query + 2 * self._key_value) * self.qkv_bias + self.hidden * self.out_bias
         biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
-        vectors = biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        vectors = biases + self.norms * self.hidden + 2 * self.head_dim * self.qk_norm
         if index in self.moe_layers:
             router = self.experts * self.hidden
             return self._attention_matrices + router + self.expert_parameters_of_layer(index) + vectors
@@ -217,15 +228,16 @@ class LLMMeta:
         """Forward of one decoder layer (``index``; None: the average one) on a packed sequence of documents
         with these lengths."""
         matrices = self.layer_matrices if index is None else self.matrices_of_layer(index)
-        tokens = pairs = 0
+        tokens = pairs = near = 0
         window = self.window
         for n in lengths:
             tokens += n
-            if window and n > window:  # a triangle, then a band of the window's width
-                pairs += window * window + 2 * (n - window) * window
-            else:
-                pairs += n * n
-        return 2 * matrices * tokens + 2 * self._query * pairs
+            pairs += n * n
+            # a triangle, then a band of the window's width
+            near += window * (2 * n - window) if window and n > window else n * n
+        full = len(self.full_layers) if index is None else index in self.full_layers
+        layers = self.layers if index is None else 1
+        return 2 * matrices * tokens + 2 * self._query * (full * pairs + (layers - full) * near) // layers
 
     def head_flops(self, target_tokens: int) -> int:
         """Forward of the vocabulary head on the target rows alone."""

@@ -1,8 +1,8 @@
 """Long media in parts, so that none of them holds up the other ranks.
 
-A recording is cut between its windows and a video between its frames (or what of them one patch joins), which
-do not attend to each other. A part is an item of its own, of
-the same row and ordinal, that starts at a later frame; whoever encodes it takes its frames alone. Nothing is
+A recording is cut between its windows, a video between its frames (or what of them one patch joins) and an
+image between its tiles, which do not attend to each other. A part is an item of its own, of the same row and
+ordinal, that starts at a later frame or tile; whoever encodes it takes its frames alone. Nothing is
 computed twice and nothing is exchanged, so that the only reason to keep a clip whole is that it is small
 beside what a rank encodes in a step.
 
@@ -26,7 +26,7 @@ GRAIN = 32  # parts that make up what a rank encodes in a step, at least: a few 
 def split_recordings(
     samples: Sequence[SampleMeta], cost: EncoderCost, ranks: int, long_short: str | int
 ) -> tuple[SampleMeta, ...]:
-    """Samples with long recordings in parts.
+    """Samples with long recordings, and images of many tiles, in parts.
 
     long_short: "off": none; a number: clips of more encoder tokens than that, into parts of at most as many;
     "auto": into parts of at most 1 / GRAIN of the encoder cost of a rank, of which there are `ranks`.

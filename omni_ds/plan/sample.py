@@ -14,13 +14,13 @@ class Item:
 
     row: dataset row of the sample; ordinal: n-th medium of the sample, in placeholder order. encoder: name of
     the encoder. shape: of the preprocessed medium, image (height, width) in pixels, video (frames, height,
-    width), audio (mel_frames,). segments: lengths in encoder tokens of the runs that attend to each other.
-    rows: feature rows the LLM receives. spans: where they go, (offset in the sample's tokens, length) each;
-    the lengths add up to rows. start: where it begins in the medium, in (mel) frames; more than 0 for a later
-    part of a long video or recording. gang: number of ranks that encode the medium together, of which this is
-    slice `slice`: then rows and spans are those of the slice, all else of the whole (long_short.py). Of a
-    video, seconds: from one step of its grid in time to the next; times: of its steps where the text says
-    them.
+    width), image as tiles as its tower has it, audio (mel_frames,). segments: lengths in encoder tokens of
+    the runs that attend to each other. rows: feature rows the LLM receives. spans: where they go, (offset in
+    the sample's tokens, length) each; the lengths add up to rows. start: where it begins in the medium, in
+    (mel) frames or tiles; more than 0 for a later part of a long video, image or recording. gang: number of
+    ranks that encode the medium together, of which this is slice `slice`: then rows and spans are those of
+    the slice, all else of the whole (long_short.py). Of a video, seconds: from one step of its grid in time
+    to the next; times: of its steps where the text says them.
     """
 
     row: int

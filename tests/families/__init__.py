@@ -10,22 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from families import llava, qwen3_vl, qwen_audio, qwen_vl
+from families import gemma3, llava, qwen3_vl, qwen_audio, qwen_vl, tiled, voxtral
 from families.rows import write_rows
-from tiny import merged
+from tiny import merged, run_config
 
 
 @dataclass(frozen=True)
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all). experts: its LLM has some. values: name and tensor
-    as saved -> the tensor that other releases wrote."""
+    those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). seconds: of
+    the longest clip. experts: its LLM has some. values: name and tensor as saved -> the tensor that other
+    releases wrote."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    seconds: float = 1.0
+    never: tuple[str, ...] = ()
     experts: bool = False
     values: Callable[[str, Any], Any] = lambda name, value: value
 
@@ -49,7 +52,12 @@ FAMILIES = {
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
+    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
+    "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
+    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
 }
 
 
@@ -75,7 +83,7 @@ def make_model(
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media)
+    return write_rows(folder, count, FAMILIES[family].media, FAMILIES[family].seconds)
 
 
 def tower_of(family: str) -> str:
@@ -83,26 +91,11 @@ def tower_of(family: str) -> str:
 
 
 def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", **omni: Any) -> dict[str, Any]:
-    """A configuration that trains a checkpoint: clipping active, three learning rates."""
-    raw: dict[str, Any] = {
-        "train_batch_size": 8,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
-        "zero_optimization": {"stage": 1},
-        "pipeline": {"stages": 1},
-        "omni": {
-            "model": {"path": str(model)},
-            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
-            "data": {
-                "train": [{"path": str(rows)}],
-                "max_length": 512,
-                "max_tokens_per_micro_batch": 512,
-                "num_workers": 0,
-                "cache_dir": str(output / "cache"),
-            },
-            "train": {"max_steps": 3, "seed": 7},
-            "output_dir": str(output),
-        },
+    """A configuration that trains a checkpoint, with three learning rates."""
+    raw = run_config(output, batch=8, max_length=512, train=[{"path": str(rows)}])
+    raw["omni"] |= {
+        "model": {"path": str(model)},
+        "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw

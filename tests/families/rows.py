@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
-def write_rows(folder: Path, count: int = 16, media: Sequence[str] = ("image",)) -> Path:
+def write_rows(
+    folder: Path, count: int = 16, media: Sequence[str] = ("image",), longest: float = 1.0
+) -> Path:
     """Rows of text alone, of one medium, and of two of different sizes; returns the file. Several kinds of
-    media take turns."""
+    media take turns. longest: seconds that a clip may have."""
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -21,7 +23,7 @@ def write_rows(folder: Path, count: int = 16, media: Sequence[str] = ("image",))
         question = ""
         for nth in range(number % 3):
             modality = media[(number // 3 + nth) % len(media)]
-            made = _MAKE[modality](folder, f"{number}-{nth}", rng)
+            made = _MAKE[modality](folder, f"{number}-{nth}", rng, longest)
             columns.setdefault(f"{modality}s", []).append(made)
             question += f"<{modality}>Which digit {nth}? "
         messages = [
@@ -39,7 +41,7 @@ def write_rows(folder: Path, count: int = 16, media: Sequence[str] = ("image",))
     return path
 
 
-def _image(folder: Path, name: str, rng: Any) -> str:
+def _image(folder: Path, name: str, rng: Any, longest: float) -> str:
     import numpy as np
     from PIL import Image
 
@@ -48,16 +50,16 @@ def _image(folder: Path, name: str, rng: Any) -> str:
     return f"{name}.png"
 
 
-def _audio(folder: Path, name: str, rng: Any) -> str:
+def _audio(folder: Path, name: str, rng: Any, longest: float) -> str:
     import soundfile
 
     height, width = (int(x) for x in rng.integers(14, 60, 2))
-    seconds = 1.0 if height > 50 else width / 60  # up to a whole window of one second
+    seconds = longest * (1.0 if height > 50 else width / 60)  # up to the longest, which some have
     soundfile.write(folder / f"{name}.wav", rng.uniform(-0.5, 0.5, int(16000 * seconds)), 16000)
     return f"{name}.wav"
 
 
-def _video(folder: Path, name: str, rng: Any) -> Any:
+def _video(folder: Path, name: str, rng: Any, longest: float) -> Any:
     """A file of 10 frames a second, up to 3 s; or, one in three, a list of up to 5 frames, 1.5 a second."""
     import numpy as np
     from PIL import Image

@@ -25,7 +25,7 @@ def hf_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, list[int
     """
     temporal = processor.temporal_patch_size
     if isinstance(value, str):
-        frames, rate = _read(folder / value)
+        frames, rate = read_video(folder / value)
         total = len(frames)
         most = math.floor(min(MAX_FRAMES, total) / temporal) * temporal
         count = min(max(total / rate * FPS, MIN_FRAMES), most, total)
@@ -47,7 +47,7 @@ def hf_timed_video(value: Any, folder: Path, processor: Any) -> tuple[Tensor, li
 
     temporal, merge = processor.temporal_patch_size, processor.merge_size
     if isinstance(value, str):
-        frames, rate = _read(folder / value)
+        frames, rate = read_video(folder / value)
         metadata = SimpleNamespace(total_num_frames=len(frames), fps=rate)
         limits = SimpleNamespace(fps=FPS, min_frames=MIN_FRAMES, max_frames=MAX_FRAMES)
         indices = Qwen3VLVideoProcessor.sample_frames(limits, metadata)
@@ -95,7 +95,7 @@ def _patches(frames: list[Image.Image], processor: Any, **settings: Any) -> tupl
     return torch.cat(steps), [len(steps), rows, columns]
 
 
-def _read(path: Path) -> tuple[list[Image.Image], float]:
+def read_video(path: Path) -> tuple[list[Image.Image], float]:
     import av
 
     with av.open(str(path)) as container:

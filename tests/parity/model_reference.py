@@ -6,10 +6,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.hf_tiles import PROCESSORS, tiled_inputs
 from parity.hf_videos import hf_timed_video, hf_video
 from torch import Tensor
 
@@ -50,7 +52,7 @@ class HFSamples:
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
-        row, tags = self.rows[number], "|".join(f"<{modality}>" for modality in self.tokens)
+        row, tags = self.rows[number], "<image>|<video>|<audio>"
         messages = []
         for message in row["messages"]:
             pieces = re.split(f"({tags})", message["content"])
@@ -61,6 +63,10 @@ class HFSamples:
             ]
             messages.append({"role": message["role"], "content": parts})
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        if self.config.model_type == "gemma3":
+            return self._processed(text, [self.folder / name for name in row.get("images", ())])
+        if self.config.model_type in PROCESSORS:
+            return tiled_inputs(self, text, row)
         media: dict[str, Tensor] = {}
         for modality, token in self.tokens.items():
             if given := row.get(f"{modality}s"):
@@ -107,6 +113,8 @@ class HFSamples:
         import soundfile
 
         sounds = [soundfile.read(self.folder / name, dtype="float32")[0] for name in names]
+        if self.config.model_type == "voxtral":
+            return self._windows(sounds)
         made = self.processor(
             sounds, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
         )
@@ -114,6 +122,37 @@ class HFSamples:
             "input_features": made["input_features"],
             "feature_attention_mask": made["attention_mask"],
         }
+
+    def _processed(self, text: str, names: list[Path]) -> dict[str, Tensor]:
+        """What Gemma3's processor makes of a rendered text and its images, token types included."""
+        from PIL import Image
+        from transformers import Gemma3Processor
+
+        processor = Gemma3Processor(
+            self.processor, self.tokenizer, image_seq_length=self.config.mm_tokens_per_image
+        )
+        pictures = [Image.open(name).convert("RGB") for name in names] or None
+        made = processor(images=pictures, text=text, add_special_tokens=False, return_tensors="pt")
+        assert bool(made["token_type_ids"].any()) == bool(names)
+        return dict(made)
+
+    def _windows(self, sounds: list[Any]) -> dict[str, Tensor]:
+        """Each clip filled up to whole windows, cut into them: what VoxtralProcessor does with clips."""
+        from transformers import VoxtralProcessor
+
+        sizes = {
+            "pad_to_multiple_of": self.processor.n_samples,
+            "max_source_positions": self.processor.nb_max_frames,
+        }
+        processor = SimpleNamespace(feature_extractor=self.processor)
+        each = [
+            VoxtralProcessor._retrieve_input_features(
+                processor, [sound], **VoxtralProcessor.audio_kwargs | sizes
+            )
+            for sound in sounds
+        ]
+        self.windows = [len(clip) for clip in each]
+        return {"input_features": torch.cat(each)}
 
     def labels(self, ids: Tensor) -> Tensor:
         """Ids of what assistants say, end of turn included, -100 elsewhere."""
@@ -126,6 +165,10 @@ class HFSamples:
         return labels
 
     def _counts(self, modality: str, media: dict[str, Tensor]) -> list[int]:
+        if self.config.model_type == "voxtral":
+            audio = self.config.audio_config
+            rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+            return [rows * windows for windows in self.windows]
         if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if f"{modality}_grid_thw" in media:
@@ -139,7 +182,7 @@ class HFSamples:
 
 def part_of(name: str) -> str:
     """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or "merger" in name:
+    if "projector" in name or "merger" in name or "image_newline" in name:
         return "projector"
     return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
 

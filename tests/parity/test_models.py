@@ -30,7 +30,7 @@ LAYOUTS = {
     "recompute": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=1")),
     "blocks": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=2")),
     "first_stage": (2, ("pipeline.stages=2", "omni.encoder_parallel.placement=first_stage")),
-    "gangs": (2, ("omni.encoder_parallel.long_short=40",)),  # images of more tokens are shared
+    "gangs": (2, ("omni.encoder_parallel.long_short=8",)),  # images of more tokens are shared
     "whole": (2, ("omni.encoder_parallel.long_short=off",)),  # videos are not dealt by their frames
     "zero3": (2, ("zero_optimization.stage=3", "omni.encoder_parallel.zero_stage=3")),
 }
@@ -43,7 +43,7 @@ FULL = [
     (name, layout)
     for name, family in FAMILIES.items()
     for layout in (LAYOUTS | EXPERT_LAYOUTS if family.experts else LAYOUTS)
-    if layout not in family.layouts
+    if layout not in (*family.layouts, *family.never)
 ]
 
 
@@ -92,6 +92,7 @@ def check(family: str, layout: str, tied: bool = False, frozen: str = "", router
     config = str(made(family, tied, frozen, router)[2])
     results = run_ranks(train_and_collect, world, config, overrides, timeout=180)
     expected = reference(family, tied, frozen, router)
+    assert (results[0]["slices"] > 0) == (layout == "gangs")
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), result["rank"]
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), result["rank"]
@@ -117,25 +118,28 @@ def test_a_family_equals_hf_in_every_layout(family: str, layout: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_gradient_equals_hf(family: str) -> None:
-    """One step of plain gradient descent at rate 1 leaves the gradient as the difference of the weights."""
-    part = f"omni.encoders.{tower_of(family)}"
+    """One step of plain gradient descent leaves the gradient as the difference of the weights; its rate is so
+    high that the weights' own rounding does not show. Bound: 1e-5 of a parameter's largest element. The
+    gradient of a key bias is zero up to rounding: bound by the largest of all."""
+    part, rate = f"omni.encoders.{tower_of(family)}", 2.0**14
     overrides = (
         "optimizer.type=SGD",
-        'optimizer.params={"lr": 1.0}',
+        f'optimizer.params={{"lr": {rate}}}',
         "gradient_clipping=0.0",
-        f"{part}.lr=1.0",
-        f"{part}.projector.lr=1.0",
+        f"{part}.lr={rate}",
+        f"{part}.projector.lr={rate}",
     )
     (result,) = run_ranks(train_and_collect, 1, str(made(family)[2]), overrides, 1, timeout=120)
     expected = reference(family)
+    largest = max(gradient.abs().max().item() for gradient in expected["gradients"].values())
     compared = 0
     for name, local in expected["names"].items():
-        ours = result["initial"][name] - result["final"][name]
+        ours = (result["initial"][name] - result["final"][name]) / rate
         theirs = expected["gradients"].get(local, torch.zeros_like(ours))
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), (
-            name,
-            (ours - theirs).abs().max().item(),
-        )
+        difference, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        if name.endswith("k_proj.bias"):
+            scale = largest
+        assert difference <= 1e-5 * scale, (name, difference, scale)
         compared += local in expected["gradients"]
     assert compared == len(expected["gradients"])
 

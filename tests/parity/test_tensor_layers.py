@@ -26,6 +26,7 @@ CASES = {
         Case("qwen2-3-heads-1-kv", "qwen2-sliding-half", THREE_ONE | {"intermediate_size": 47}),
         Case("llama-bias", "llama-tied-rope-bias", {"tie_word_embeddings": False}, recompute=True, grown=9),
         Case("mistral", "mistral-sliding", {"intermediate_size": 47}),
+        Case("gemma3", "gemma3", {"intermediate_size": 47, "num_hidden_layers": 2}, recompute=True),
         Case("frozen-one-feature", "qwen3", {}, frozen=True, media=1, recompute=True),
         Case("bf16", "qwen3", {"intermediate_size": 47}, dtype=torch.bfloat16),
         Case("bf16-3-heads-1-kv", "qwen3", THREE_ONE, dtype=torch.bfloat16, recompute=True),

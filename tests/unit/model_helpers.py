@@ -48,6 +48,18 @@ LLMS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3-moe-mixed": {
         "model_type": "qwen3_moe",

@@ -286,7 +286,7 @@ def test_unknown_characters_are_refused():
 def test_a_template_that_drops_media_is_refused():
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     row = {"messages": THOUGHTS, "images": ["a.png"], "audios": ["a.flac"]}
-    with pytest.raises(RowError, match="drops or moves media"):
+    with pytest.raises(RowError, match="drops or repeats media"):
         mark("chatml", row, chat_template=template)
 
 

@@ -69,12 +69,9 @@ def test_groups_are_shared_between_masks() -> None:
     assert packing.with_mask(MaskSpec(causal=True)).groups is packing.groups
 
 
-@pytest.mark.parametrize(
-    "mask", [MaskSpec(causal=True, softcap=30.0), MaskSpec(causal=True, spans=((0, 2),))]
-)
-def test_back_end_refuses_what_it_cannot_do(mask: MaskSpec) -> None:
-    with pytest.raises(UserError, match="softcap|spans"):
-        select_backend(torch.device("cpu"), torch.float32, 8, mask)
+def test_back_end_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UserError, match="softcap"):
+        select_backend(torch.device("cpu"), torch.float32, 8, MaskSpec(causal=True, softcap=30.0))
 
 
 def test_back_end_choice() -> None:

@@ -40,6 +40,17 @@ def test_targets_add_up(percent):
     assert min(share for row in targets for share in row) >= 0
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("part", [0, 1, 10])
+def test_backwards_of_next_to_nothing(stages, part):
+    """A small projector behind a frozen tower: its backward pass is less than a thousandth of the forward."""
+    llm, windows, forward = _step(stages, 16, 30_000)
+    backward = [part * f // 10_000 for f in forward]
+    assert (backward[0] > 0) == (part > 0)
+    targets = share_targets(llm, time_line(llm), windows, forward, backward)
+    assert [sum(row) for row in targets] == forward
+
+
 def test_early_windows_go_to_late_stages_and_that_is_faster():
     llm, windows, forward = _step(8, 32, 30)
     targets = share_targets(llm, time_line(llm), windows, forward, [2 * f for f in forward])
@@ -99,7 +110,7 @@ def test_search_hides_small_encoders_and_respects_the_live_bound():
     assert measure_items([[]]) == (1, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_equal_those_of_transformers(family, tied):
     import torch
@@ -194,6 +205,21 @@ def test_sliding_window_attention_costs_a_band():
     pairs = sum(min(i + 1, 4) for i in range(100))
     band = meta.layer_flops((100,)) - 2 * meta.layer_matrices * 100
     assert abs(band - 4 * 32 * pairs) <= 4 * 32 * 100  # scores and values, up to the diagonal's half
+
+
+def test_windows_count_in_the_layers_that_have_them():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 96}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = sizes | {"model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 8, "sliding_window": 4}
+    meta = LLMMeta.from_config(config | {"layer_types": kinds})
+    layers = [meta.layer_flops((100, 3), index) for index in range(6)]
+    assert meta.full_layers == (5,) and len(set(layers[:5])) == 1
+    assert layers[5] == 2 * meta.layer_matrices * 103 + 2 * 32 * (100**2 + 9)
+    assert layers[5] > layers[0]
+    assert abs(6 * meta.layer_flops((100, 3)) - sum(layers)) < 6
+    # scores and values of one more layer without window, for the sample of 100 tokens
+    difference = meta.sample_flops(100, 0) - LLMMeta.from_config(config).sample_flops(100, 0)
+    assert abs(difference - (layers[5] - layers[0])) < 12
 
 
 def test_printed_plan_names_everything():
