@@ -6,10 +6,10 @@ from typing import Any
 
 from data.errors import RowError
 from data.media import MediaRef
+from data.media_words import placed
 from data.planned import Planned
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
 from data.text import TextProcessor, any_of
-from data.timed_videos import timed_text
 from data.tokenised import Tokenised
 
 
@@ -39,11 +39,6 @@ class ModelTextProcessor(TextProcessor):
     def _own(self) -> re.Pattern[str]:
         return any_of(placeholder.token for placeholder in self.placeholders.values())
 
-    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> str:
-        word = super()._word(sample, planned, ordinal)
-        timed = bool(planned) and bool(planned[ordinal].times)
-        return timed_text(planned[ordinal], word, self.tokenizer) if timed else word
-
     def _for_template(self, message: Mapping[str, Any], media: Sequence[MediaRef]) -> dict[str, Any]:
         given = super()._for_template(message, media)
         content = message["content"]
@@ -55,7 +50,7 @@ class ModelTextProcessor(TextProcessor):
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         render = super()._render(tools, media)
         characters: dict[str, list[str]] = {p.token: [] for p in self.placeholders.values()}
-        for number, ref in enumerate(media):
+        for number, ref in placed(media):
             characters[self._by_modality[ref.modality].token].append(chr(MEDIA_BASE + number))
 
         def rendered(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
