@@ -20,8 +20,8 @@ class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
     those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). seconds: of
-    the longest clip. experts: its LLM has some. values: name and tensor as saved -> the tensor that other
-    releases wrote."""
+    the longest clip. long: how several ranks share a long medium, in ``slices`` or in ``parts``. experts: its
+    LLM has some. values: name and tensor as saved -> the tensor that other releases wrote."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
@@ -29,6 +29,7 @@ class TinyFamily:
     layouts: tuple[str, ...] = ("pp2",)
     seconds: float = 1.0
     never: tuple[str, ...] = ()
+    long: str = "slices"
     experts: bool = False
     values: Callable[[str, Any], Any] = lambda name, value: value
 
@@ -52,12 +53,16 @@ FAMILIES = {
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
-    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video"), never=("gangs",)),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=(), long="parts"),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
-    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
+    "voxtral": TinyFamily(
+        voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6, long="parts"
+    ),
 }
 
 
