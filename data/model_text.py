@@ -8,9 +8,7 @@ from data.errors import RowError
 from data.media import MediaRef
 from data.planned import Planned
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
-from data.text import TextProcessor, any_of
-from data.timed_videos import timed_text
-from data.tokenised import Tokenised
+from data.text import TextProcessor, Tokenised, any_of
 
 
 class ModelTextProcessor(TextProcessor):
@@ -38,11 +36,6 @@ class ModelTextProcessor(TextProcessor):
 
     def _own(self) -> re.Pattern[str]:
         return any_of(placeholder.token for placeholder in self.placeholders.values())
-
-    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> str:
-        word = super()._word(sample, planned, ordinal)
-        timed = bool(planned) and bool(planned[ordinal].times)
-        return timed_text(planned[ordinal], word, self.tokenizer) if timed else word
 
     def _for_template(self, message: Mapping[str, Any], media: Sequence[MediaRef]) -> dict[str, Any]:
         given = super()._for_template(message, media)

@@ -1,7 +1,6 @@
-"""Videos whose text says when they are shown: Qwen3-VL's video processor, and what its processor writes.
+"""Videos whose text says when they are shown: Qwen3-VL's video processor.
 
-Frames are taken at even distances from the first to the last, and pixels are bounded over all frames. Each
-step of the grid in time is a run of placeholders of its own, with the time before it.
+Frames are taken at even distances from the first to the last, and pixels are bounded over all frames.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import numpy as np
 from data.frame_sampling import FrameSampling, shown_times
 from data.grid_videos import GridVideoPreprocess, asked_sampling, stored_processor
 from data.media import MediaHeader
-from data.planned import Planned
 from omni_ds.errors import UserError
 
 # transformers' Qwen3VLVideoProcessor
@@ -87,11 +85,3 @@ def timed_video_preprocess(where: str, processor: Any, encoder: Any) -> TimedVid
         )
     processor, sampling = asked_sampling(where, processor, encoder, stored, _DEFAULTS)
     return TimedVideoPreprocess(processor, sampling, ClipSizing(least, most, frame), spread)
-
-
-def timed_text(planned: Planned, token: str, tokenizer: Any) -> str:
-    """What stands for a video: each step's time, then its placeholder between marks, as Qwen3VLProcessor
-    writes it in the place of ``token``."""
-    start = getattr(tokenizer, "vision_start_token", "<|vision_start|>")
-    end = getattr(tokenizer, "vision_end_token", "<|vision_end|>")
-    return "".join(f"<{time:.1f} seconds>{start}{token}{end}" for time in planned.times)

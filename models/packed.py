@@ -147,9 +147,10 @@ class StageState:
     ``levels``: [D, P, H], what is still to be added at the P ``media_positions``, the first of them behind
     the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], packing and
     documents are made by the first layer that needs them on a stage and handed on to the others; ``rotary``
-    by the type of the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the routers
-    of this stage add to the loss, not divided by the tokens of the global batch; None without experts.
-    ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its experts.
+    by the type of the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the
+    routers of this stage add to the loss, not divided by the tokens of the global batch; None without
+    experts. ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its
+    experts.
     """
 
     batch: PackedBatch

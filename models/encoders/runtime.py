@@ -101,14 +101,12 @@ class RuntimeEncoders(nn.Module):
 
         shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items
         runs its smallest item and adds no row: its parameters still enter forward and backward, with zero
-        gradient. Without any work the result is [0,
-        width].
+        gradient. Without any work the result is [0, width].
         """
         outputs = []
         for name, encoder in self.encoders.items():
             if values := batches.get(name):
-                made = encoder(values, None if shapes is None else shapes[name])
-                outputs.append(self._padded(made))
+                outputs.append(self._padded(encoder(values, None if shapes is None else shapes[name])))
             elif name in minimal:
                 parameter = next(encoder.projector.parameters())
                 least = encoder.minimal_values(parameter.device, parameter.dtype)

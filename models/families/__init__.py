@@ -5,6 +5,7 @@ from models.families.gemma3 import gemma3_sections, gemma3_written
 from models.families.internvl import internvl_sections, internvl_spelled, internvl_written
 from models.families.llava import llava_sections
 from models.families.llava_onevision import onevision_sections, onevision_towers
+from models.families.qwen3_vl import qwen3_spelled
 from models.families.qwen_omni import SPEECH, in_chunks, in_time
 from models.families.voxtral import voxtral_sections
 
@@ -25,8 +26,10 @@ _QWEN3_OMNI = ModelFamily(
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily("Qwen2VLForConditionalGeneration", grid_positions=True),
     "qwen2_5_vl": ModelFamily("Qwen2_5_VLForConditionalGeneration", grid_positions=True),
-    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", grid_positions=True),
-    "qwen3_vl_moe": ModelFamily("Qwen3VLMoeForConditionalGeneration", grid_positions=True),
+    "qwen3_vl": ModelFamily("Qwen3VLForConditionalGeneration", grid_positions=True, spelled=qwen3_spelled),
+    "qwen3_vl_moe": ModelFamily(
+        "Qwen3VLMoeForConditionalGeneration", grid_positions=True, spelled=qwen3_spelled
+    ),
     "llava": ModelFamily("LlavaForConditionalGeneration", llava_sections),
     "llava_onevision": ModelFamily(
         "LlavaOnevisionForConditionalGeneration", onevision_sections, onevision_towers

@@ -12,7 +12,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from data.frame_sampling import FrameSampling
 from data.media import MediaHeader
 from data.planned import Planned
-from data.timed_videos import ClipSizing, spread, timed_text
+from data.timed_videos import ClipSizing, spread
+from models.families.qwen3_vl import qwen3_spelled
 from omni_ds.errors import UserError
 from tests.families import make_model
 from tests.unit.test_model_videos import composed, opened, row
@@ -105,8 +106,11 @@ def test_the_text_has_a_run_for_each_step(model: Path, tmp_path: Path) -> None:
 
 def test_what_stands_for_a_video() -> None:
     planned = Planned((4, 16, 16), times=(0.25, 1.75))
-    text = timed_text(planned, "<v>", SimpleNamespace(vision_start_token="<s>", vision_end_token="<e>"))
-    assert text == "<0.2 seconds><s><v><e><1.8 seconds><s><v><e>"
+    tokenizer = SimpleNamespace(
+        vision_start_token="<s>", vision_end_token="<e>", convert_ids_to_tokens=["<i>", "<v>"].__getitem__
+    )
+    spelled = qwen3_spelled(SimpleNamespace(video_token_id=1), tokenizer)
+    assert spelled["video"](planned) == "<0.2 seconds><s><v><e><1.8 seconds><s><v><e>"
 
 
 def test_a_text_with_the_placeholder_is_refused(model: Path, tmp_path: Path) -> None:
