@@ -129,8 +129,8 @@ class WeightSource:
         return _DTYPES[self._slice(name).get_dtype()]
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
-        """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's "
-        "dtype."""
+        """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's
+        dtype."""
         part = self._slice(name)
         value = part[tuple(index)] if index else part[...]
         file = self._file_of[name]

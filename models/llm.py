@@ -2,9 +2,10 @@
 
 Every layer takes and returns a ``StageState``; the last one returns losses: fp32 [N] in training, in
 evaluation [2, N] with the losses and, as 1.0, whether a target is the argmax. Modules are HF's own classes,
-found through the family's ``...ForCausalLM`` class, so that rotary scaling, biases, query/key norms and
-sliding windows are HF's; under tensor parallelism their linear layers are this rank's slices, and layers must
-be built inside ``empty_parameters()``. Shapes: T packed tokens, N targets, H hidden size, V vocabulary.
+found through the family's ``...ForCausalLM`` class or, of a decoder inside a multimodal model, in its module
+tree, so that rotary scaling, biases, query/key norms and sliding windows are HF's; under tensor parallelism
+their linear layers are this rank's slices, and layers must be built inside ``empty_parameters()``. Shapes:
+T packed tokens, N targets, H hidden size, V vocabulary.
 
 DeepSpeed is imported where a layer that needs it is built: it looks for an accelerator and says what it
 found, which nobody who reads a config wants to know.
@@ -247,7 +248,7 @@ class DecoderLayer(nn.Module):
             out, logits = self._run(hidden, position_ids, rotary, packing)
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
-            state = state.with_routing(*self._moe.observe(logits, state.documents_for(self.groups.sequence)))
+            state = state.with_routing(*self._moe.observe(logits, state.batch))
         return state.with_level()
 
     def _run(

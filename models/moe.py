@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from models.documents import Documents
+from models.packed import PackedBatch
 from omni_ds.parallel.expert import build_expert_layer
 from omni_ds.parallel.layer_groups import LayerGroups, degree, even_part, index
 from omni_ds.parallel.sums import sum_output
@@ -123,9 +124,9 @@ class MoEBlock:
         finally:
             hook.remove()
 
-    def observe(self, logits: Tensor, documents: Documents) -> tuple[Tensor | None, Tensor]:
+    def observe(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
         """(auxiliary loss, expert counts) of :func:`router_losses` for a micro-batch or its shard."""
-        return router_losses(logits, documents, self.penalty)
+        return router_losses(logits, batch.documents(self.groups.sequence), self.penalty)
 
 
 def build_moe(

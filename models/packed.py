@@ -55,6 +55,13 @@ class PackedBatch:
     padding: int = 0
     lost: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
+    _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
+
+    def documents(self, sequence: ProcessGroup | None) -> Documents:
+        """Which sample each token here is of, found once. sequence: the ranks that hold the other shards."""
+        if self._documents is None:
+            self._documents = Documents.of(self, sequence)
+        return self._documents
 
     @property
     def tokens(self) -> int:
@@ -145,12 +152,11 @@ class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
     ``levels``: [D, P, H], what is still to be added at the P ``media_positions``, the first of them behind
-    the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], packing and
-    documents are made by the first layer that needs them on a stage and handed on to the others; ``rotary``
-    by the type of the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the
-    routers of this stage add to the loss, not divided by the tokens of the global batch; None without
-    experts. ``router_counts``: [E] int64 for each MoE layer of this stage in training, choices of its
-    experts.
+    the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are
+    made by the first layer that needs them on a stage and handed on to the others; ``rotary`` by the type of
+    the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the routers of this stage
+    add to the loss, not divided by the tokens of the global batch; None without experts. ``router_counts``:
+    [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
@@ -160,7 +166,6 @@ class StageState:
     router_counts: tuple[Tensor, ...] = ()
     levels: Tensor | None = None
     _packing: Packing | None = None
-    _documents: Documents | None = None
 
     @classmethod
     def received(cls, batch: PackedBatch, message: Tensor) -> StageState:
@@ -183,12 +188,6 @@ class StageState:
             ulysses = None if sequence is None else Ulysses(sequence, batch.bounds)
             self._packing = Packing(batch.cu_seqlens, batch.segments, ulysses=ulysses)
         return self._packing
-
-    def documents_for(self, sequence: ProcessGroup | None) -> Documents:
-        """Which sample each token here is of. sequence: as in :meth:`packing_for`."""
-        if self._documents is None:
-            self._documents = Documents.of(self.batch, sequence)
-        return self._documents
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)

@@ -178,7 +178,6 @@ def load_module(
     weights: PartWeights,
     *,
     regions: Mapping[str, Region] | None = None,
-    device: torch.device | str | None = None,
 ) -> set[str]:
     """Load those parameters of ``names`` (local -> global) that ``weights`` is for; their local names.
 
@@ -187,7 +186,7 @@ def load_module(
     """
     for local, region in find_weights(module, names, weights, regions=regions).items():
         value = weights.read(names[local], None if region.is_whole else region.index)
-        assign(module, local, value, device)
+        assign(module, local, value)
     return {local for local, name in names.items() if name.startswith(weights.prefix)}
 
 
@@ -220,8 +219,6 @@ def fill_module(
     weights: Iterable[PartWeights],
     seed: int,
     std: float | None = None,
-    *,
-    device: torch.device | str | None = None,
 ) -> None:
     """Load what the checkpoints hold of a module and draw the rest (``init_module``).
 
@@ -230,8 +227,8 @@ def fill_module(
     taken: set[str] = set()
     regions = module.regions() if hasattr(module, "regions") else {}
     for part in weights:
-        taken |= load_module(module, names, part, regions=regions, device=device)
-    init_module(module, names, seed, std, only=[name for name in names if name not in taken], device=device)
+        taken |= load_module(module, names, part, regions=regions)
+    init_module(module, names, seed, std, only=[name for name in names if name not in taken])
 
 
 def check_weights(weights: Iterable[PartWeights]) -> None:

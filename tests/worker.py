@@ -12,9 +12,9 @@ def train_and_collect(
     """Train and return what parity tests compare.
 
     Returns:
-        ``losses``, ``norms``: by step; ``slices``: of items that gangs encoded; ``initial``, ``final``: whole
-        fp32 weights by global name: the encoders' and, on the first of the ranks that share a stage's
-        parameters, that stage's.
+        ``losses``, ``norms``: by step; ``slices``, ``parts``: of media that several ranks shared;
+        ``initial``, ``final``: whole fp32 weights by global name: the encoders' and, on the first of the
+        ranks that share a stage's parameters, that stage's.
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config
@@ -33,7 +33,7 @@ def train_and_collect(
             found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
         return found
 
-    initial, losses, router_losses, norms, plans, slices = weights(), [], [], [], [], 0
+    initial, losses, router_losses, norms, plans, slices, parts = weights(), [], [], [], [], 0, 0
     last = steps if steps is not None else run.config.omni.train.max_steps
     for batch in run.batches(0, last):
         failed = agree_on_step(batch.step_plan, sorted({r for r, _ in batch.failed}), runtime.groups.control)
@@ -43,6 +43,7 @@ def train_and_collect(
         norms.append(result.grad_norm)
         plans.append(batch.step_plan.micro_batches)
         slices += count_slices(batch.step_plan)
+        parts += sum(item.start > 0 for item in items_of(batch.step_plan))
     return {
         "losses": losses,
         "router_losses": router_losses,
@@ -51,14 +52,19 @@ def train_and_collect(
         "final": weights(),
         "micro_batches": plans,
         "slices": slices,
+        "parts": parts,
         "rank": runtime.rank,
     }
 
 
 def count_slices(step_plan: Any) -> int:
     """Slices of items that gangs encode in a step."""
-    samples = [s for replica in step_plan.replicas for batch in replica.micro_batches for s in batch.samples]
-    return sum(item.gang > 1 for sample in samples for item in sample.items)
+    return sum(item.gang > 1 for item in items_of(step_plan))
+
+
+def items_of(step_plan: Any) -> list[Any]:
+    batches = [batch for replica in step_plan.replicas for batch in replica.micro_batches]
+    return [item for batch in batches for sample in batch.samples for item in sample.items]
 
 
 def check_copies(held: list, shards: dist.ProcessGroup) -> None:

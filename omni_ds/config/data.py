@@ -34,7 +34,7 @@ class EvalSet(SourceConfig):
 
     metric: Literal["loss", "exact_match", "wer"] = "loss"
     """loss, or exact_match: the share of samples whose every target token is the argmax (what greedy decoding
-    would have produced); loss is reported with it."""
+    would have produced); loss is reported with it. wer is not supported yet."""
 
 
 def _as_list(value: Any) -> Any:

@@ -21,7 +21,8 @@ class TinyFamily:
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
     those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). experts: its
     LLM has some. values: name and tensor as saved -> the tensor that other releases wrote. seconds: of its
-    longest clips. settings: what else its configuration has under ``omni``."""
+    longest clips. settings: what else its configuration has under ``omni``. long: how several ranks share a
+    long medium, in ``slices`` or in ``parts``."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
@@ -32,6 +33,7 @@ class TinyFamily:
     seconds: float = 1.0
     settings: Mapping[str, Any] = field(default_factory=dict)
     never: tuple[str, ...] = ()
+    long: str = "slices"
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -53,12 +55,16 @@ FAMILIES = {
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
-    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video"), never=("gangs",)),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=(), long="parts"),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
-    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
+    "voxtral": TinyFamily(
+        voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6, long="parts"
+    ),
     "qwen2_5_omni": TinyFamily(
         omni.qwen2_5_omni,
         omni.WHOLE_NAMES,

@@ -129,8 +129,9 @@ def test_balance_off_changes_nothing() -> None:
     check("nothing", 2, layout(1, "colocated", 2, "omni.balance.mode=off"))
 
 
-# Ranks with layout(): dp2 and pp2dp2. Images have 16 tokens, so that all are encoded in slices.
-@pytest.mark.parametrize(("world", "stages"), [(2, 1), (4, 2)])
+# Ranks with layout(): dp3, where the third is in no gang of its own, and pp2dp2. Images have 16 tokens, so
+# that all are encoded in slices.
+@pytest.mark.parametrize(("world", "stages"), [(3, 1), (4, 2)])
 def test_slices_of_images_change_nothing(world: int, stages: int) -> None:
     results = check("nothing", world, layout(stages, "colocated", 2, "omni.encoder_parallel.long_short=8"))
     assert results[0]["slices"] > 0

@@ -121,7 +121,7 @@ def _shards(name: str, favoured: tuple[int, ...]) -> list[list[int]]:
     shard = x[rows].clone().requires_grad_()
     with moe.logits(ours) as logits:
         out = ours(shard[None])[0]
-    auxiliary, counts = moe.observe(logits[0], Documents.of(batch, groups.sequence))
+    auxiliary, counts = moe.observe(logits[0], batch)
     assert_close(out, expected[rows], "output")
     value = auxiliary.detach().clone()
     dist.all_reduce(value)

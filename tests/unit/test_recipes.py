@@ -64,6 +64,12 @@ def test_a_composed_recipe_plans_offline_for_eight_gpus(recipe: str) -> None:
     assert audio.tower_parameters == _count(whole["encoders.audio"].model.encoder)
 
 
+def test_degrees_are_chosen_beside_those_that_are_given() -> None:
+    paths = [f"omni.{part}.path={ROOT / 'ds_configs' / 'models' / name}" for part, (name, _) in PARTS.items()]
+    config, _ = _read(COMPOSED[1], [*paths, "tensor_parallel.autotp_size=auto"])
+    assert config.pipeline.stages == 4 and config.tensor_parallel.autotp_size in (1, 2)
+
+
 def test_all_other_configurations_plan_as_they_are() -> None:
     bundled = {path.stem for path in (ROOT / "ds_configs").glob("*.json")} - {"schema"}
     others = bundled - {*RECIPES, *COMPOSED}
