@@ -1,22 +1,19 @@
 """Texts for a checkpoint that hears the sound of its videos: whose rows stand among the video's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from data.media_words import Word
 from data.model_text import ModelTextProcessor
 from data.planned import Planned
 from data.rows import Sample
-from data.sounds import interleaved, videos_of_sounds
-from data.tokenised import Tokenised
+from data.sounds import interleaved, sounds_of_videos
 from omni_ds.plan.clock import Clock
 
 
 class OmniTextProcessor(ModelTextProcessor):
     """A `ModelTextProcessor` of samples that may have the sound of videos behind their media
-    (`data.sounds.SoundReader`): the placeholder of such a video becomes one of each run of rows, between the
+    (`data.sounds.SoundReader`): for such a video a placeholder of each run of rows is written, between the
     tokens around a sound.
 
     temporal: frames of a video that are a step of its grid.
@@ -28,33 +25,16 @@ class OmniTextProcessor(ModelTextProcessor):
         self.clock, self.temporal = clock, temporal
         super().__init__(tokenizer, placeholders, **more)
 
-    def tokenise(self, sample: Sample, planned: Sequence[Planned] = (), *, verify: bool = True) -> Tokenised:
-        count, sounds = videos_of_sounds(sample.media)
-        placed = replace(sample, media=sample.media[:count])
-        made = super().tokenise(placed, planned[:count], verify=verify)
-        if not sounds:
-            return made
-        ids, targets, slots, runs, at = [], [], [], [], 0
-        for (ordinal, _), slot in zip(made.runs, made.slots, strict=True):
-            ids += [made.ids[at:slot]]
-            targets += [made.targets[at:slot]]
-            inside = [(made.ids[slot], (ordinal, None))]
-            if ordinal in sounds:
-                inside = self._video(ordinal, sounds[ordinal], planned)
-            first = sum(map(len, ids))
-            slots += [first + n for n, (_, run) in enumerate(inside) if run is not None]
-            runs += [run for _, run in inside if run is not None]
-            ids.append(np.array([token for token, _ in inside], dtype=np.int64))
-            targets.append(np.zeros(len(inside), dtype=bool))
-            at = slot + 1
-        ids, targets = np.concatenate([*ids, made.ids[at:]]), np.concatenate([*targets, made.targets[at:]])
-        return Tokenised(ids, targets, tuple(slots), tuple(runs))
-
-    def _video(self, video: int, sound: int, planned: Sequence[Planned]) -> list[tuple[int, Any]]:
-        """(token, its run or None) of all that stands for a video with sound."""
-        seen, heard = planned[video], planned[sound]
+    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> Word:
+        sound = sounds_of_videos(sample.media).get(ordinal)
+        if sound is None:
+            return super()._word(sample, planned, ordinal)
+        seen, heard = planned[ordinal], planned[sound]
         steps = seen.shape[0] // self.temporal
         runs = interleaved(steps, seen.rows // steps, seen.seconds, heard.rows, self.clock)
-        tokens = {False: self._by_modality["video"].id, True: self._by_modality["audio"].id}
-        inside = [(tokens[of_sound], (sound if of_sound else video, count)) for of_sound, count in runs]
-        return [(self.clock.start, None), *inside, (self.clock.end, None)]
+        tokens = {False: self._by_modality["video"].token, True: self._by_modality["audio"].token}
+        start, end = self.tokenizer.convert_ids_to_tokens([self.clock.start, self.clock.end])
+        return Word(
+            "".join([start, *(tokens[of_sound] for of_sound, _ in runs), end]),
+            tuple((sound if of_sound else ordinal, count) for of_sound, count in runs),
+        )

@@ -14,6 +14,7 @@ import numpy as np
 
 from data.audio_track import has_track
 from data.media import MediaRef
+from data.media_words import placed
 from data.rows import RowReader, Sample
 from omni_ds.plan.clock import Clock
 
@@ -41,16 +42,15 @@ def _file_sounds(path: str) -> bool:
     return has_track(MediaRef("video", path=path))
 
 
-def videos_of_sounds(media: Sequence[MediaRef]) -> tuple[int, dict[int, int]]:
-    """(number of media that texts place, number of a video -> number of its sound)."""
-    placed = [number for number, ref in enumerate(media) if not ref.track]
+def sounds_of_videos(media: Sequence[MediaRef]) -> dict[int, int]:
+    """Ordinal of a video -> that of its sound."""
     sounds = iter([number for number, ref in enumerate(media) if ref.track])
     waiting, found = next(sounds, None), {}
-    for number in placed:
-        if waiting is not None and media[number].modality == "video" and _same(media[number], media[waiting]):
+    for number, ref in placed(media):
+        if waiting is not None and ref.modality == "video" and _same(ref, media[waiting]):
             found[number], waiting = waiting, next(sounds, None)
     assert waiting is None, "a sound without its video"
-    return len(placed), found
+    return found
 
 
 def _same(video: MediaRef, sound: MediaRef) -> bool:

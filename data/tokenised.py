@@ -7,20 +7,22 @@ import numpy as np
 
 from data.labels import shift_labels
 
+Runs = tuple[tuple[int, int | None], ...]
+"""(ordinal of its medium, its feature rows or None: all) of each run of placeholders."""
+
 
 @dataclass(frozen=True)
 class Tokenised:
     """A sample with one placeholder token for each run of a medium's feature rows.
 
     ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
-    run's placeholder, increasing. runs: (ordinal of its medium, its feature rows or None: all) of each; none
-    given: every medium in its order is one run.
+    run's placeholder, increasing. runs: of each; none given: every medium in its order is one run.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     slots: tuple[int, ...]
-    runs: tuple[tuple[int, int | None], ...] | None = None
+    runs: Runs | None = None
 
     def expand(
         self, rows: Sequence[int]

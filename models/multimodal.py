@@ -22,10 +22,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.checkpoint_files import WeightSource
+from models.decoders import find_family
 from models.families import FAMILIES
 from models.families.base import ModelFamily
 from models.hf_config import read_config
-from models.llm import find_family
 from models.weight_names import NameMap, Recipe, map_names, summarise
 from models.weights import PartWeights
 from omni_ds.errors import UserError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from models.checkpoint_files import WeightSource
+from models.decoders import find_family
 from models.init import assign, empty_parameters, init_module
-from models.llm import find_family
 from models.weight_names import NameMap, map_names, summarise, top_names
 from omni_ds.errors import UserError
 from omni_ds.plan.region import Region

@@ -14,8 +14,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
+from models.decoders import runtime_config
 from models.init import empty_parameters
-from models.llm import DecoderLayer, runtime_config
+from models.llm import DecoderLayer
 from models.packed import PackedBatch, StageState
 from models.parameters import held_parameters
 from omni_ds.engine.llm_engine import OmniPipelineEngine

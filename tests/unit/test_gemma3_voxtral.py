@@ -12,9 +12,10 @@ from data.pack import pack_samples
 from data.placeholders import Placeholder
 from data.processors import load_tokenizer
 from data.rows import RowReader
+from models.decoders import find_family
 from models.fused import _forward_of
 from models.init import init_module
-from models.llm import build_llm_layers, find_family
+from models.llm import build_llm_layers
 from models.multimodal import read_model
 from omni_ds.composition import complete, read_composition
 from omni_ds.config import validate
@@ -65,7 +66,7 @@ def voxtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_numbers_of_the_published_sizes_are_those_of_hf(family: str, rows: int, tmp_path: Path) -> None:
     {"gemma3": Gemma3Config, "voxtral": VoxtralConfig}[family](**SIZES[family]).save_pretrained(tmp_path)
     tower = "vision" if family == "gemma3" else "audio"
-    config = complete(validate(model_config(tmp_path, tmp_path / "rows.jsonl", tmp_path, tower)))
+    config = complete(validate(model_config(tmp_path, tmp_path / "rows.jsonl", tmp_path, (tower,))))
     parts = read_composition(config, processors=False)
     (meta,) = parts.encoders
     model = read_model(config.omni.model).model
@@ -174,7 +175,7 @@ def test_a_clip_above_max_seconds_is_refused(voxtral: Path, tmp_path: Path) -> N
 
 
 def test_padding_to_windows_is_the_checkpoints(voxtral: Path, tmp_path: Path) -> None:
-    raw = model_config(voxtral, tmp_path / "rows.jsonl", tmp_path, "audio")
+    raw = model_config(voxtral, tmp_path / "rows.jsonl", tmp_path, ("audio",))
     raw["omni"]["encoders"]["audio"]["processor"] = {"pad_to_window": False}
     with pytest.raises(UserError, match="pad_to_window is False, but the checkpoint has True"):
         complete(validate(raw))
