@@ -14,6 +14,7 @@ from tiny import write_config
 from worker import train_and_collect
 
 BF16 = "bfloat16"
+TRAINED = ("qwen2_5_vl", "qwen3_vl_moe", "llava_onevision", "gemma3", "qwen2_5_omni")  # in `make test`
 
 
 def export(config_path: str, steps: int, overrides: tuple[str, ...] = ()) -> str:
@@ -56,7 +57,9 @@ def config_of(family: str, folder: Path, model: Path, **omni: Any) -> str:
     return str(write_config(raw, folder / "config.json"))
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["saved", "other"])
+@pytest.mark.parametrize(
+    "others", [pytest.param(False, marks=pytest.mark.full), True], ids=["saved", "other"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model", tied=others, dtype=BF16)
@@ -81,7 +84,9 @@ def test_a_thinker_that_was_saved_alone_stays_alone(family: str, tmp_path: Path)
     assert_identical(model, Path(out))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in TRAINED else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES]
+)
 def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     config = config_of(family, tmp_path, model)
