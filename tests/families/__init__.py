@@ -38,9 +38,11 @@ FAMILIES = {
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video")),
-    "internvl": TinyFamily(tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=()),
+    "llava_onevision": TinyFamily(tiled.onevision, tiled.ONEVISION_NAMES, media=("image", "video")),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.INTERNVL_NAMES, media=("image", "video"), layouts=("pp2tp2",)
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.INTERNVL_NAMES, layouts=()),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
     "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
