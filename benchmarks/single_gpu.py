@@ -1,7 +1,7 @@
 """How fast one GPU trains: our engine on packed, varying samples, and where the time goes.
 
     python benchmarks/single_gpu.py [--model composed,moe,frozen] [--budget 8192,16384] [--steps N]
-        [--recompute encoders] [--profile] [--json PATH]
+        [--recompute encoders] [--stock stock,padded,packed] [--profile] [--json PATH]
 
 Samples are drawn from seeds: text log-normal(5.5, 0.8) tokens between 32 and 2048, most with one image of
 varying size or one recording of up to 30 s; weights are fresh, media are noise that is already on the device:
@@ -60,7 +60,12 @@ TINY = {
 
 QWEN = Path(__file__).resolve().parent.parent / "ds_configs" / "models" / "Qwen2.5-VL-3B-Instruct"
 TINY_QWEN = {
+    "image_token_id": 1,
+    "video_token_id": 2,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
     "text_config": {
+        "vocab_size": 512,
         "hidden_size": 256,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -123,24 +128,29 @@ def run_configuration(parts: dict, longest: int, budget: int, options: argparse.
     }
 
 
+def qwen_folder(options: argparse.Namespace) -> Path:
+    return Path(tempfile.gettempdir()) / f"single-gpu-qwen-{'small' if options.tiny else '3b'}"
+
+
 def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
     """Qwen2.5-VL-3B, from a checkpoint of random weights that is written first."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
-    folder = Path(tempfile.gettempdir()) / f"single-gpu-qwen-{'tiny' if options.tiny else '3b'}"
+    folder = qwen_folder(options)
     if not (folder / "config.json").is_file():
         values = json.loads((QWEN / "config.json").read_text())
-        for section, changes in TINY_QWEN.items() if options.tiny else ():
-            values[section] |= changes
+        for key, change in TINY_QWEN.items() if options.tiny else ():
+            values[key] = values[key] | change if isinstance(change, dict) else change
         config = AutoConfig.for_model(**values)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             drawn = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
         drawn.save_pretrained(folder)
-    return run_configuration({"model": {"path": str(folder)}}, min(8192, budget), budget, options)
+    longest = budget if options.longest else min(8192, budget)
+    return run_configuration({"model": {"path": str(folder)}}, longest, budget, options)
 
 
-def draw_samples(plan, seed: int = 0, qwen: bool = False):
-    """SampleMeta of one global batch."""
+def draw_samples(plan, seed: int = 0, qwen: bool = False, tiny: bool = False):
+    """SampleMeta of one global batch. tiny: with images of Qwen's that a CPU can encode."""
     from omni_ds.plan.sample import Item, SampleMeta
 
     rng, metas = random.Random(seed), {meta.modality: meta for meta in plan.encoders}
@@ -151,6 +161,8 @@ def draw_samples(plan, seed: int = 0, qwen: bool = False):
         if kind < 0.7 and "image" in metas:
             meta, side = metas["image"], metas["image"].patch * metas["image"].factor
             least, most, middle = (64, 4096, 6.3) if qwen else (9, 1024, 4.9)
+            if qwen and tiny:
+                least, most, middle = 4, 64, 3.0
             blocks = min(most, max(least, rng.lognormvariate(middle, 0.9)))
             high = max(1, round(math.sqrt(blocks) * rng.uniform(0.7, 1.4)))
             shape = (high * side, max(1, int(blocks / high)) * side)
@@ -163,6 +175,17 @@ def draw_samples(plan, seed: int = 0, qwen: bool = False):
             items = (Item(row, 0, meta.name, shape, segments, rows, ((8, rows),)),)
         samples.append(SampleMeta(row, text + rows, text - 1 if qwen else text // 2, items))
     return samples
+
+
+def longest_samples(plan):
+    """A sample with an image of 16,384 patches, and one of 32,768 text tokens."""
+    from omni_ds.plan.sample import Item, SampleMeta
+
+    (meta,) = plan.encoders
+    shape = (128 * meta.patch, 128 * meta.patch)
+    segments, rows = meta.measure(shape)
+    image = Item(0, 0, meta.name, shape, segments, rows, ((8, rows),))
+    return [SampleMeta(0, 64 + rows, 63, (image,)), SampleMeta(1, 32768, 32767, ())]
 
 
 def build(model: str, budget: int, options: argparse.Namespace):
@@ -185,13 +208,14 @@ def build(model: str, budget: int, options: argparse.Namespace):
     with drawn_on_device(device):
         runtime = build_runtime(config, composition, plan, groups, 0, device)
     qwen = model == "qwen"
-    samples = draw_samples(plan, qwen=qwen)
+    samples = longest_samples(plan) if options.longest else draw_samples(plan, qwen=qwen, tiny=options.tiny)
     kinds = 3 if qwen else 1
     step = step_input(plan, build_step(plan, 0, samples), samples, 0, device, position_kinds=kinds)
     return runtime, plan, samples, step
 
 
-def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> dict:
+def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> tuple[dict, list]:
+    """A row of the table, and the samples."""
     from benchmarks.parts.workloads import model_flops, now
 
     runtime, plan, samples, step = build(model, budget, options)
@@ -210,7 +234,7 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
     middle = statistics.median(timed)
     tokens = step.plan.tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return {
+    row = {
         "model": model,
         "budget": budget,
         "recompute": options.recompute,
@@ -222,9 +246,11 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
         "mfu": model_flops(plan, samples) / middle / ceiling,
         "peak_gib": peak,
         "over_loop": None if by_hand is None else middle / by_hand,
+        "losses": losses,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
+    return row, samples
 
 
 def loop_seconds(runtime, step, options: argparse.Namespace) -> float:
@@ -238,6 +264,30 @@ def loop_seconds(runtime, step, options: argparse.Namespace) -> float:
         loop.run(step)
         seconds.append(now(runtime.device) - start)
     return statistics.median(seconds[options.warm_up :])
+
+
+def measure_stock(variant: str, budget: int, samples, options: argparse.Namespace) -> dict:
+    """Hugging Face's class on the same samples (benchmarks/parts/stock.py)."""
+    from benchmarks.parts.stock import StockModel
+    from benchmarks.parts.workloads import now
+    from omni_ds.engine.pipeline_module import stage_device
+
+    device = stage_device(0)
+    torch.cuda.reset_peak_memory_stats()
+    model, seconds = StockModel(variant, qwen_folder(options), device, budget), []
+    for _ in range(3):  # the first one warms up
+        start = now(device)
+        loss = model.run(samples)
+        seconds.append(now(device) - start)
+    middle = statistics.median(seconds[1:])
+    return {
+        "model": f"HF, {variant}",
+        "budget": budget,
+        "seconds": middle,
+        "tokens_per_second": sum(sample.tokens for sample in samples) / middle,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "last_loss": loss,
+    }
 
 
 def profile(runtime, step) -> None:
@@ -256,6 +306,13 @@ def profile(runtime, step) -> None:
     print(profiler.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=70))
 
 
+def clear() -> None:
+    """Give back the memory of a model that is gone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -265,6 +322,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=3)
     parser.add_argument("--recompute", choices=("none", "encoders", "all"), default="none")
+    parser.add_argument("--stock", default="", help="with qwen: also HF's class; stock, padded, packed")
+    parser.add_argument(
+        "--longest", action="store_true", help="with qwen: the longest single samples instead"
+    )
+    parser.add_argument("--attention", help="only this back end (models/attention.py)")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--loop", action="store_true", help="also the same modules in a loop by hand")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")
@@ -272,17 +334,17 @@ def main() -> None:
     options = parser.parse_args()
     environment.start_distributed()
     from benchmarks.parts.workloads import matmul_rate
+    from models import attention
     from omni_ds.engine.pipeline_module import stage_device
 
+    if options.attention:
+        attention.BACKENDS = tuple(b for b in attention.BACKENDS if b.name == options.attention)
     ceiling = matmul_rate(stage_device(0))
     print(f"torch {torch.__version__}; a large bf16 matrix product runs at {ceiling / 1e12:.0f} TFLOP/s")
     rows = []
     for model in options.model.split(","):
         for budget in map(int, options.budget.split(",")):
-            gc.collect()  # of the model before
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            row = measure(model, budget, options, ceiling)
+            row, samples = measure(model, budget, options, ceiling)
             rows.append(row)
             print(
                 f"{model:10}{budget:>7} tokens {row['micro_batches']:>3} micro-batches"
@@ -293,6 +355,20 @@ def main() -> None:
                 + ("" if row["over_loop"] is None else f"   {row['over_loop']:.3f} x the loop by hand"),
                 flush=True,
             )
+            clear()
+            for variant in filter(None, options.stock.split(",")):
+                try:
+                    row = measure_stock(variant, budget, samples, options)
+                except torch.OutOfMemoryError:
+                    print(f"HF, {variant}: out of memory", flush=True)
+                else:
+                    rows.append(row)
+                    print(
+                        f"{row['model']:16}{row['seconds']:>9.3f} s{row['tokens_per_second']:>9.0f} tok/s"
+                        f"{row['peak_gib']:>8.1f} GiB   loss {row['last_loss']:.4f}",
+                        flush=True,
+                    )
+                clear()
     environment.stop_distributed()
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")

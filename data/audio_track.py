@@ -15,6 +15,12 @@ def decode_audio_track(ref: MediaRef, sampling_rate: int) -> np.ndarray:
     return decode_audio(ref.sound(), sampling_rate)
 
 
+def has_track(ref: MediaRef) -> bool:
+    """Whether a video file has sound; MediaError when it cannot be opened."""
+    with open_container(ref, "video file") as container:
+        return bool(container.streams.audio)
+
+
 def track_header(ref: MediaRef) -> MediaHeader:
     """Samples per channel by the packets' times, and rate; MediaError when the file has no sound."""
     with open_container(ref, "sound of a video file") as container:
@@ -33,7 +39,7 @@ def track_header(ref: MediaRef) -> MediaHeader:
 
 
 def decode_track(ref: MediaRef) -> tuple[np.ndarray, int]:
-    """(float32 [samples, channels], Hz)."""
+    """(float32 [samples, channels], Hz): as many samples as the header says, not what fills a last packet."""
     import av
 
     pieces = []
@@ -46,7 +52,7 @@ def decode_track(ref: MediaRef) -> tuple[np.ndarray, int]:
         pieces += [piece.to_ndarray() for piece in planar.resample(None)]
     if not pieces:
         raise MediaError("video file has no sound", str(ref))
-    return np.concatenate(pieces, axis=1).T, rate
+    return np.concatenate(pieces, axis=1).T[: track_header(ref).samples], rate
 
 
 def _stream(ref: MediaRef, container: Any) -> Any:

@@ -23,6 +23,13 @@ _CACHED_TOKENS = 4_000_000  # per process, 9 bytes each
 _CACHED_BYTES = 64 * 2**20  # of preprocessed media, per process
 
 
+Parts = tuple[tuple[int, int], ...]
+
+
+def _numbers(parts: Parts) -> list[int]:
+    return [start + step for start, length in parts for step in range(length)]
+
+
 @dataclass(frozen=True)
 class EncodedSample:
     """input_ids: int64 [tokens]. labels: int64 [tokens], at t what t predicts, -100 for nothing. positions:
@@ -176,28 +183,36 @@ class IndexedDataset:
             raise RowError("row has changed since it was indexed", changed)
         return EncodedSample(input_ids, labels, meta, self.text.positions(meta))
 
-    def load_media(self, row: int, ordinal: int) -> np.ndarray:
+    def load_media(self, row: int, ordinal: int, parts: Parts | None = None) -> np.ndarray:
         """float32 of the planned shape, image [3, height, width], video [3, frames, height, width], audio
-        [n_mels, frames]; not to be changed.
+        [n_mels, frames]; not to be changed. parts: (start, length) of what is wanted along the first side,
+        joined in this order; None: the whole.
 
         MediaError when it cannot be decoded.
         """
         item = self.meta(row).items[ordinal]
+        whole = parts is None or parts == ((0, item.shape[0]),)
+        preprocess = self.media[item.encoder]
         try:
             ref = self._sample(row).media[ordinal]
             name = ref.path if ref.path is not None else (row, ordinal)
-            return self._arrays.get(
+            if len(item.shape) == 3 and not whole:  # frames that others encode need not be decoded
+                return preprocess.load_frames(ref, item.shape, _numbers(parts))
+            value = self._arrays.get(
                 (item.encoder, name, item.shape),
-                lambda: self.media[item.encoder].load(ref, item.shape),
+                lambda: preprocess.load(ref, item.shape),
                 lambda made: made.nbytes,
             )
+            return value if whole else value[:, _numbers(parts)]
         except RowError as error:
             raise MediaError(error.reason, f"{self.where(row)}: {error.detail}") from None
 
-    def blank_media(self, row: int, ordinal: int) -> np.ndarray:
+    def blank_media(self, row: int, ordinal: int, parts: Parts | None = None) -> np.ndarray:
         """Zeros in the place of a medium that cannot be loaded."""
         item = self.meta(row).items[ordinal]
-        return self.media[item.encoder].blank(item.shape)
+        if parts is None:
+            return self.media[item.encoder].blank(item.shape)
+        return self.media[item.encoder].blank((sum(length for _, length in parts), *item.shape[1:]))
 
     def describe(self) -> str:
         """Samples, tokens and skips of each source as far as the index is known, a line each."""

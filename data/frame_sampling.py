@@ -53,9 +53,19 @@ def sample_frames(
     chosen = formula(total, fps, sampling)
     rate = len(chosen) / total * fps
     steady = np.arange(total) / fps
-    if np.abs(header.times - steady).max() <= _SAME / fps or header.listed:
+    if _is_steady(header, fps) or header.listed:
         return chosen, rate
     return nearest(header.times, steady[chosen]), rate
+
+
+def shown_times(header: MediaHeader, taken: np.ndarray, sampling: FrameSampling) -> np.ndarray:
+    """Seconds at which frames of these numbers are shown, float64; by number where durations are equal."""
+    fps = header.fps or sampling.fps
+    return taken / fps if _is_steady(header, fps) or header.listed else header.times[taken]
+
+
+def _is_steady(header: MediaHeader, fps: float) -> bool:
+    return np.abs(header.times - np.arange(len(header.times)) / fps).max() <= _SAME / fps
 
 
 def nearest(times: np.ndarray, wanted: Sequence[float]) -> np.ndarray:

@@ -7,6 +7,7 @@ image; the video processor resizes with torchvision, whose bicubic filter rounds
 import copy
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from data.video import Video
 from omni_ds.errors import UserError
 
 # transformers' Qwen2VLVideoProcessor; its fps is None, which takes every frame
-_DEFAULTS = {
+DEFAULTS = {
     "fps": 2.0,
     "min_frames": 4,
     "max_frames": 768,
@@ -53,8 +54,7 @@ class GridVideoPreprocess(Preprocess):
     """Frames of a video, taken evenly, each resized as an image of whole cells; the last is repeated up to a
     multiple of the frames that one patch joins.
 
-    processor: the image processor of the checkpoint; resample, mean and deviation are its own. says_times:
-    whether the text says when frames are shown.
+    processor: the image processor of the checkpoint; resample, mean and deviation are its own.
     """
 
     modality = "video"
@@ -65,10 +65,9 @@ class GridVideoPreprocess(Preprocess):
         sampling: FrameSampling,
         sizing: VideoSizing,
         formula: Formula = evenly,
-        says_times: bool = False,
     ):
         self.processor, self.sampling, self.sizing = processor, sampling, sizing
-        self.formula, self.says_times = formula, says_times
+        self.formula = formula
         self.side = processor.patch_size * processor.merge_size
         self.temporal = processor.temporal_patch_size
         self.settings = sampling, sizing, formula.__name__
@@ -83,25 +82,35 @@ class GridVideoPreprocess(Preprocess):
     def _plan(self, header: MediaHeader) -> tuple[Planned, np.ndarray]:
         """And the numbers of the frames, padding included."""
         taken, rate = sample_frames(header, self.sampling, self.formula)
-        most = self.sizing.most(len(taken), self.temporal)
         try:
-            height, width = self._resized(
-                header.height, header.width, self.side, self.sizing.min_pixels, most
-            )
+            height, width = self._size(header, len(taken))
         except ValueError as error:
             raise MediaError(
                 "video cannot be resized", f"{header.height} x {header.width}: {error}"
             ) from None
         taken = np.append(taken, np.repeat(taken[-1:], -len(taken) % self.temporal))
-        times = tuple(header.times[taken].tolist()) if self.says_times else ()
-        return Planned((len(taken), height, width), self.temporal / rate, times), taken
+        planned = Planned((len(taken), height, width), self.temporal / rate, self._times(header, taken))
+        return planned, taken
+
+    def _size(self, header: MediaHeader, frames: int) -> tuple[int, int]:
+        """(height, width) of a frame of so many; ValueError for extreme proportions."""
+        most = self.sizing.most(frames, self.temporal)
+        return self._resized(header.height, header.width, self.side, self.sizing.min_pixels, most)
+
+    def _times(self, header: MediaHeader, taken: np.ndarray) -> tuple[float, ...]:
+        """What the text says of each step (`Planned.times`)."""
+        return ()
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        return self.load_frames(ref, shape, range(shape[0]))
+
+    def load_frames(self, ref: MediaRef, shape: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray:
         video = Video(ref)
         planned, taken = self._plan(video.header)
         if planned.shape != tuple(shape):
             raise MediaError("video has changed since it was indexed", str(ref))
-        result = self.blank(shape)
+        taken = taken[list(numbers)]
+        result = self.blank((len(taken), *shape[1:]))
         previous = None
         for place, (number, frame) in enumerate(zip(taken, video.frames(taken), strict=True)):
             if number == previous:
@@ -118,8 +127,20 @@ class GridVideoPreprocess(Preprocess):
 def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideoPreprocess:
     """Of a checkpoint's video processor, in the files where transformers looks for it, within the
     configuration's bounds. processor: its image processor."""
-    given, stored = encoder.processor, _DEFAULTS | stored_processor(encoder.path)
-    size = dict(_DEFAULTS["size"]) | dict(stored.get("size") or {})
+    return bounded_videos(where, processor, encoder, DEFAULTS | stored_processor(encoder.path))
+
+
+def bounded_videos(
+    where: str,
+    processor: Any,
+    encoder: Any,
+    stored: Mapping[str, Any],
+    kind: type[GridVideoPreprocess] = GridVideoPreprocess,
+) -> GridVideoPreprocess:
+    """As a checkpoint's video processor says (stored, all of `DEFAULTS`), within the configuration's
+    bounds."""
+    given = encoder.processor
+    size = dict(DEFAULTS["size"]) | dict(stored.get("size") or {})
     for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         values = (getattr(given, f"video_{key}"), getattr(given, key), stored.get(key))
         size[edge] = next((value for value in values if value is not None), size[edge])
@@ -132,8 +153,17 @@ def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideo
     if not total and stored.get("cap_pixels_per_frame"):
         side = processor.patch_size * processor.merge_size
         total = int(stored["max_video_tokens"] * side * side * 0.9)
+    processor, sampling = asked_sampling(where, processor, encoder, stored, DEFAULTS)
+    return kind(processor, sampling, VideoSizing(size["shortest_edge"], size["longest_edge"], total))
+
+
+def asked_sampling(
+    where: str, processor: Any, encoder: Any, stored: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[Any, FrameSampling]:
+    """(the image processor with what is stored about videos, how frames are taken): of the configuration,
+    else stored, else the defaults."""
     numbers = {
-        key: getattr(given, key) or stored[key] or _DEFAULTS[key]
+        key: getattr(encoder.processor, key) or stored[key] or defaults[key]
         for key in ("fps", "min_frames", "max_frames")
     }
     if numbers["min_frames"] > numbers["max_frames"]:
@@ -144,11 +174,8 @@ def grid_video_preprocess(where: str, processor: Any, encoder: Any) -> GridVideo
     processor = copy.copy(processor)
     for key in ("image_mean", "image_std", "rescale_factor", "resample"):
         setattr(processor, key, stored.get(key, getattr(processor, key)))
-    sampling = FrameSampling(
+    return processor, FrameSampling(
         float(numbers["fps"]), numbers["min_frames"], numbers["max_frames"], processor.temporal_patch_size
-    )
-    return GridVideoPreprocess(
-        processor, sampling, VideoSizing(size["shortest_edge"], size["longest_edge"], total)
     )
 
 

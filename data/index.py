@@ -16,6 +16,7 @@ from data.index_progress import progress
 from data.index_store import IndexPart, Record
 from data.preprocess import Preprocess
 from data.rows import RowReader
+from data.sounds import SoundReader
 from data.source_index import SourceIndex, failure_file
 from data.sources import open_source
 from data.text import TextProcessor
@@ -85,10 +86,11 @@ class _Opening:
     def __init__(self, source: Any, cfg: Any, text: TextProcessor, media: Mapping, metas: Mapping):
         opened = open_source(source.path, source.split, source.name, cfg.cache_dir)
         media_dir = Path(source.media_dir).expanduser() if source.media_dir else opened.folder
+        reader = RowReader(text.modalities, media_dir, source.columns, source.query)
         self.measurer = Measurer(
             source=opened,
             rows=min(len(opened), source.max_samples or len(opened)),
-            reader=RowReader(text.modalities, media_dir, source.columns, source.query),
+            reader=SoundReader(reader) if cfg.use_audio_in_video else reader,
             text=text,
             media=media,
             metas=metas,
@@ -98,6 +100,7 @@ class _Opening:
         self.layout = Layout.of(self.measurer.rows)
         self.raise_first = cfg.on_error == "raise"
         reading = [str(media_dir.resolve()), source.columns, source.query, self.measurer.rows]
+        reading += [cfg.use_audio_in_video]
         limits = [cfg.max_length, cfg.max_tokens_per_micro_batch]
         key = fingerprint(opened, reading, text, media, metas, limits)
         self.folder = cache_folder(cfg.cache_dir, opened, key, self.layout.blocks)

@@ -19,6 +19,7 @@ from data.index_store import IndexedItem, IndexPart, Record, Skip
 from data.media import MediaHeader, MediaRef, read_header
 from data.planned import Planned, Preprocess
 from data.rows import RowReader
+from data.sounds import SoundReader
 from data.sources import Source
 from data.text import TextProcessor
 from omni_ds.errors import UserError
@@ -35,7 +36,7 @@ class Measurer:
 
     source: Source
     rows: int
-    reader: RowReader
+    reader: RowReader | SoundReader
     text: TextProcessor
     media: Mapping[str, Preprocess]
     metas: Mapping[str, Any]

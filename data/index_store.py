@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,29 @@ class IndexPart:
 
     def items(self, index: int) -> list[IndexedItem]:
         """Each medium of usable row number `index`."""
-        return [self._item(i) for i in range(self.item_starts[index], self.item_starts[index + 1])]
-
-    def _item(self, at: int) -> IndexedItem:
-        return IndexedItem(
-            self.encoder_names[self.item_encoders[at]],
-            tuple(side for side in self.item_shapes[at].tolist() if side >= 0),
-            tuple(map(tuple, self.spans[self.span_starts[at] : self.span_starts[at + 1]].tolist())),
-            float(self.item_seconds[at]),
-            tuple(self.times[self.time_starts[at] : self.time_starts[at + 1]].tolist()),
-        )
+        start, stop = self.item_starts[index : index + 2].tolist()
+        if start == stop:
+            return []
+        here = slice(start, stop)
+        spans = _cut(self.spans, self.span_starts[start : stop + 1].tolist())
+        times = _cut(self.times, self.time_starts[start : stop + 1].tolist())
+        return [
+            IndexedItem(
+                self.encoder_names[encoder],
+                tuple([side for side in shape if side >= 0]),
+                tuple([(offset, length) for offset, length in places]),
+                seconds,
+                tuple(moments),
+            )
+            for encoder, shape, seconds, places, moments in zip(
+                self.item_encoders[here].tolist(),
+                self.item_shapes[here].tolist(),
+                self.item_seconds[here].tolist(),
+                spans,
+                times,
+                strict=True,
+            )
+        ]
 
     @classmethod
     def from_results(cls, results: Sequence[Record | Skip], encoder_names: Sequence[str]) -> "IndexPart":
@@ -207,6 +221,12 @@ _STARTS = ("item_starts", "span_starts", "time_starts")
 def _starts(groups: Sequence[Sequence[Any]]) -> np.ndarray:
     """Where each group begins in all of them one after the other, and where the last ends, int64."""
     return np.cumsum([0] + [len(group) for group in groups], dtype=np.int64)
+
+
+def _cut(values: np.ndarray, starts: list[int]) -> list[list[Any]]:
+    """The groups between consecutive starts; numpy is asked once for all."""
+    listed = values[starts[0] : starts[-1]].tolist() if starts[-1] > starts[0] else []
+    return [listed[low - starts[0] : high - starts[0]] for low, high in pairwise(starts)]
 
 
 def _joined_starts(all_starts: Sequence[np.ndarray]) -> np.ndarray:

@@ -36,7 +36,7 @@ def inspect_sample(dataset: IndexedDataset, row: int) -> str:
     words = [tokenizer.decode([token]) for token in ids]
     lines = [
         f"sample {row} ({dataset.where(row)}){': task ' + meta.task if meta.task else ''}",
-        f"{meta.tokens} tokens at positions 0 to {last}, {meta.target_tokens} of them targets",
+        f"{meta.tokens} tokens at positions 0 to {last:.6g}, {meta.target_tokens} of them targets",
     ]
     lines += [f"  {_item_line(item)}" for item in meta.items]
     lines += [f"  | {line}" for line in _marked(tokenizer, ids, predicted, meta).split("\n")]

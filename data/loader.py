@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -115,34 +116,45 @@ class _Steps(Dataset, ABC):
         for micro_batch in replica.micro_batches:
             packed[micro_batch.index], lost = pack(self.dataset, micro_batch)
             failed |= dict(lost)
-        layout, values, last = [], [], ((-1, -1), None)
+        layout, values = [], []
         encoders = {meta.name: meta for meta in self.plan.encoders}
         for window in replica.windows:
-            for placed in work_of(step_plan, self.rank, window.index):
-                item = placed.item
-                medium = (item.row, item.ordinal)
-                if last[0] != medium:  # parts of one medium follow each other
-                    value, reason = self._decoded(*medium)
-                    last = (medium, value)
-                    if reason is not None:
-                        failed[item.row] = reason
-                value = last[1]
-                if encoders[item.encoder].segments_per_slice:
-                    value = value[:, item.start : item.start + item.shape[0]]
-                if item.gang > 1:
-                    first, stop = encoders[item.encoder].slice_pixels(item.shape, item.gang, item.slice)
-                    value = value[:, first:stop]
-                layout.append((window.index, item.encoder, value.shape, item.gang > 1))
-                values.append(value.ravel())
+            work = (placed.item for placed in work_of(step_plan, self.rank, window.index))
+            # Parts of one medium follow each other.
+            for (row, ordinal), group in groupby(work, key=lambda item: (item.row, item.ordinal)):
+                items = list(group)
+                cut = bool(encoders[items[0].encoder].segments_per_slice)
+                places = [(item.start, item.shape[0]) for item in items] if cut else None
+                parts, reason = self._decoded(row, ordinal, places)
+                if reason is not None:
+                    failed[row] = reason
+                for item in items:
+                    value = parts[item.start]
+                    if item.gang > 1:
+                        first, stop = encoders[item.encoder].slice_pixels(item.shape, item.gang, item.slice)
+                        value = value[:, first:stop]
+                    layout.append((window.index, item.encoder, value.shape, item.gang > 1))
+                    values.append(value.ravel())
         buffer = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *values]))
         return _Wire(step_plan, packed, buffer, layout, tuple(failed.items()), plan_seconds)
 
-    def _decoded(self, row: int, ordinal: int) -> tuple[np.ndarray, str | None]:
-        """A medium; zeros in its place, and why, when it cannot be decoded."""
+    def _decoded(
+        self, row: int, ordinal: int, places: Sequence[tuple[int, int]] | None
+    ) -> tuple[dict[int, np.ndarray], str | None]:
+        """Parts (start, length along the first side) of a medium by start, the whole (None) by 0; zeros in
+        their place, and why, when it cannot be decoded."""
+        parts = None if places is None else tuple(dict.fromkeys(places))
         try:
-            return self.dataset.load_media(row, ordinal), None
+            value, reason = self.dataset.load_media(row, ordinal, parts), None
         except MediaError as error:
-            return self.dataset.blank_media(row, ordinal), str(error)
+            value, reason = self.dataset.blank_media(row, ordinal, parts), str(error)
+        if parts is None:
+            return {0: value}, reason
+        found, at = {}, 0
+        for start, length in parts:
+            found[start] = value[:, at : at + length]
+            at += length
+        return found, reason
 
 
 class _TrainingSteps(_Steps):

@@ -2,10 +2,27 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from data.errors import RowError
 from data.labels import Ranges, gaps
+from data.media import MediaRef
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER
+from data.tokenised import Runs
+
+
+@dataclass(frozen=True)
+class Word:
+    """What stands for a medium. text: with a placeholder for each of the runs, in their order."""
+
+    text: str
+    runs: Runs
+
+
+def placed(media: Sequence[MediaRef]) -> list[tuple[int, MediaRef]]:
+    """The media that have a place of their own in the text, with their ordinals; the sound of a video has
+    its rows among the video's."""
+    return [(ordinal, ref) for ordinal, ref in enumerate(media) if not ref.track]
 
 
 def media_order(text: str, count: int) -> list[int]:

@@ -6,9 +6,11 @@ from typing import Any
 
 from data.errors import RowError
 from data.media import MediaRef
+from data.media_words import placed
 from data.planned import Planned
 from data.rows import MEDIA_BASE, MEDIA_CHARACTER, Sample
-from data.text import TextProcessor, Tokenised, any_of
+from data.text import TextProcessor, any_of
+from data.tokenised import Tokenised
 
 
 class ModelTextProcessor(TextProcessor):
@@ -48,7 +50,7 @@ class ModelTextProcessor(TextProcessor):
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         render = super()._render(tools, media)
         characters: dict[str, list[str]] = {p.token: [] for p in self.placeholders.values()}
-        for number, ref in enumerate(media):
+        for number, ref in placed(media):
             characters[self._by_modality[ref.modality].token].append(chr(MEDIA_BASE + number))
 
         def rendered(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:

@@ -36,8 +36,14 @@ class PaddedAudioPreprocess(Preprocess):
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
         samples = decode_audio(ref, self.processor.sampling_rate)
         samples = samples[: (shape[0] - self.reach) * self.processor.hop_length]
+        # HF pads to the window; no frame that is kept sees more silence than this.
+        silent = len(samples) + (self.reach + 1) * self.processor.hop_length + self.processor.n_fft
         features = self.processor(
-            samples, sampling_rate=self.processor.sampling_rate, padding="max_length", return_tensors="np"
+            samples,
+            sampling_rate=self.processor.sampling_rate,
+            padding="max_length",
+            max_length=min(silent, self.processor.n_samples),
+            return_tensors="np",
         )["input_features"][0]
         result = self.blank(shape)
         features = features[:, : shape[0]]

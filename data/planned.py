@@ -1,7 +1,7 @@
 """What preprocessing of one encoder is: from the header of a medium to its shape, and to numbers of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ class Planned:
     """A medium before it is decoded.
 
     shape: image (height, width) in pixels, video (frames, height, width), audio (mel frames,). Of a video,
-    seconds: from one step of its grid in time to the next; times: of its frames where the text says them.
+    seconds: from one step of its grid in time to the next; times: of its steps where the text says them.
     rows: features of the encoder; 0 until it has measured the shape.
     """
 
@@ -51,6 +51,10 @@ class Preprocess(ABC):
         MediaError when it cannot be decoded.
         """
 
+    def load_frames(self, ref: MediaRef, shape: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray:
+        """Of a video that is planned with `shape`, the frames of these numbers alone, as `load`."""
+        return self.load(ref, shape)[:, list(numbers)]
+
     @abstractmethod
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:
         """Zeros in the form of `load`, for a medium that failed."""
@@ -76,6 +80,9 @@ class SeveralMedia(Preprocess):
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
         return self.by_modality[ref.modality].load(ref, shape)
+
+    def load_frames(self, ref: MediaRef, shape: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray:
+        return self.by_modality[ref.modality].load_frames(ref, shape, numbers)
 
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:
         return self.by_modality["video" if len(shape) == 3 else self.modality].blank(shape)

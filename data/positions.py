@@ -22,7 +22,8 @@ class GridPositions:
 
     All three count on over text. A feature row has its step in the grid as time, and its place in its frame
     as height and width; the text behind it goes on after the larger side. Of a video, each run of
-    placeholders begins anew and has an equal share of the steps.
+    placeholders begins anew and has an equal share of the steps. Rows of encoders without a grid count as
+    text.
 
     grids: encoder -> its numbers: `side`, pixels of a grid cell; `tokens_per_second`, time positions that a
     second of video has, 0 where each step has one.
@@ -39,7 +40,7 @@ class GridPositions:
             pieces.append(np.tile(np.arange(stop - token) + position, (3, 1)))
             position += stop - token
 
-        runs = [(span, item) for item in meta.items for span in item.spans]
+        runs = [(span, item) for item in meta.items if item.encoder in self.grids for span in item.spans]
         for (start, length), item in sorted(runs, key=lambda run: run[0]):
             text(start)
             numbers = self.grids[item.encoder]

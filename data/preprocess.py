@@ -16,9 +16,11 @@ from data.grid_images import grid_preprocess
 from data.grid_videos import grid_video_preprocess
 from data.media import MediaHeader, MediaRef, decode_audio, decode_image
 from data.native import NativeImagePreprocess
+from data.omni_videos import omni_video_preprocess
 from data.padded_audio import PaddedAudioPreprocess
 from data.planned import Preprocess, SeveralMedia
 from data.tiles import internvl_preprocess, onevision_preprocess
+from data.timed_videos import timed_video_preprocess
 from omni_ds.config.limits import VIDEO_OPTIONS
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import read_geometry, tower_config, tower_type
@@ -26,6 +28,8 @@ from omni_ds.plan.image_size import NAFLEX, Sizing, image_sizing
 from omni_ds.plan.towers.onevision import TOWER_TYPE as ONEVISION
 from omni_ds.plan.towers.qwen_audio import REACH
 
+# Audio towers whose clips HF pads and masks -> frames behind the sound that they see.
+_PADDED = {"qwen2_audio_encoder": REACH, "qwen2_5_omni_audio_encoder": 0}
 _TILED = {"internvl_vision": internvl_preprocess, ONEVISION: onevision_preprocess}
 
 
@@ -120,6 +124,14 @@ class AudioPreprocess(Preprocess):
         return np.zeros((self.processor.feature_size, *shape), dtype=np.float32)
 
 
+_VIDEOS = {  # by model_type of the tower; others: grid_video_preprocess
+    "qwen3_vl_vision": timed_video_preprocess,
+    "qwen3_vl_moe_vision": timed_video_preprocess,
+    "qwen2_5_omni_vision_encoder": omni_video_preprocess(fps=2.0),
+    "qwen3_omni_moe_vision_encoder": omni_video_preprocess(fps=1.0),
+}
+
+
 def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> Preprocess:
     """Preprocessing of one encoder.
 
@@ -134,18 +146,34 @@ def build_preprocess(name: str, encoder: Any, hf_config: Mapping[str, Any]) -> P
         if hf_config.get("spatial_merge_size"):
             processor = _load_image_processor(where, encoder)
             images = grid_preprocess(where, processor, encoder, hf_config)
-            return SeveralMedia({"image": images, "video": grid_video_preprocess(where, processor, encoder)})
+            videos = _VIDEOS.get(hf_config.get("model_type"), grid_video_preprocess)
+            return SeveralMedia({"image": images, "video": videos(where, processor, encoder)})
         _refuse_video_keys(where, encoder)
         processor = _load_image_processor(where, encoder) or _default_image_processor(hf_config)
         sizing = _sizing(where, encoder, hf_config, processor)
-        return NativeImagePreprocess(processor, sizing) if sizing else ImagePreprocess(processor, where)
+        if sizing:
+            return NativeImagePreprocess(processor, sizing)
+        images = ImagePreprocess(processor, where)
+        if encoder.projector.type != "mlp":
+            _check_size(where, images, hf_config["image_size"])
+        return images
     if encoder.modality == "audio":
         processor = _load_audio_processor(where, encoder) or _default_audio_processor(hf_config, encoder)
         _check_audio(where, processor, encoder, hf_config)
-        if hf_config.get("model_type") == "qwen2_audio_encoder":
-            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, REACH)
+        if (model_type := hf_config.get("model_type")) in _PADDED:
+            return PaddedAudioPreprocess(processor, encoder.processor.max_seconds, _PADDED[model_type])
         return AudioPreprocess(processor, encoder.processor.max_seconds, encoder.processor.pad_to_window)
     raise UserError(f"{where}.modality is {encoder.modality!r}: only image and audio are supported yet")
+
+
+def _check_size(where: str, images: ImagePreprocess, side: int) -> None:
+    """A tower whose HF class takes one size alone."""
+    made = images.plan_shape(MediaHeader("image", height=side, width=side))
+    if made != (side, side):
+        raise UserError(
+            f"{where}: the image processor makes images of {made[0]} x {made[1]} pixels, the tower takes "
+            f"{side} x {side}; use the processor of the same checkpoint"
+        )
 
 
 def _refuse_video_keys(where: str, encoder: Any) -> None:

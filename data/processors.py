@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from data.model_text import ModelTextProcessor
+from data.omni_positions import ClockPositions
+from data.omni_text import OmniTextProcessor
 from data.placeholders import Placeholder, add_placeholders
 from data.positions import GridPositions
 from data.preprocess import Preprocess, build_preprocess
@@ -35,7 +37,8 @@ def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> Text
     """Tokenizer and chat template of the checkpoint `omni.model`.
 
     checkpoint: the `Multimodal`, whose family says whether features have positions in the grids of their
-    encoders (`GridPositions`; else positions count the tokens). metas: `EncoderMeta`s.
+    encoders (`GridPositions`, with a clock `ClockPositions`; else positions count the tokens). metas:
+    `EncoderMeta`s.
     """
     model, data, family = config.omni.model, config.omni.data, checkpoint.family
     part = config.omni.llm.model_copy(
@@ -55,17 +58,22 @@ def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> Text
             name = meta.name if modality == meta.modality else f"{meta.name}.{modality}"
             word = tokenizer.convert_ids_to_tokens(token)
             placeholders[name] = Placeholder(meta.name, modality, word, token, added=False)
-    text = ModelTextProcessor(
-        tokenizer,
-        placeholders,
-        chat_template=read_template(data.chat_template) or processor_template(model.path),
-        chat_template_kwargs=data.chat_template_kwargs,
-        loss_on=data.loss_on,
-        written=family.written(checkpoint.config, tokenizer),
-    )
+    given = {
+        "chat_template": read_template(data.chat_template) or processor_template(model.path),
+        "chat_template_kwargs": data.chat_template_kwargs,
+        "loss_on": data.loss_on,
+        "written": family.written(checkpoint.config, tokenizer),
+    }
+    seen = {meta.name: meta for meta in metas if meta.modality == "image"}
+    if (clock := checkpoint.clock) is not None:
+        (temporal,) = {meta.temporal for meta in seen.values()}
+        text = OmniTextProcessor(tokenizer, placeholders, clock, temporal, **given)
+        text.positions = ClockPositions(seen, clock)
+        return text
+    text = ModelTextProcessor(tokenizer, placeholders, **given)
     text.blocks, text.spelled = family.blocks, family.spelled(checkpoint.config, tokenizer)
     if family.grid_positions:
-        text.positions = GridPositions({meta.name: meta for meta in metas})
+        text.positions = GridPositions(seen)
     return text
 
 
@@ -118,7 +126,7 @@ def load_tokenizer(llm: Any, key: str = "omni.llm.path") -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{key}: no tokenizer can be loaded from {path}: {reason}") from None
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
         raise UserError(
             f"{key}: the tokenizer of {path} is a slow one, which does not say where its tokens stand in "
             "the text; convert it to tokenizer.json"

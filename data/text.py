@@ -5,57 +5,21 @@ object.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from data.chat import ChatRenderer, Rendered
 from data.errors import RowError
-from data.labels import Ranges, check_decodes, shift_labels, target_ranges, target_tokens
+from data.labels import Ranges, check_decodes, target_ranges, target_tokens
 from data.media import MediaRef
-from data.media_words import media_order, put_words
+from data.media_words import Word, media_order, placed, put_words
 from data.placeholders import Placeholder
 from data.planned import Planned
 from data.positions import Positions, sequence_positions
 from data.rows import Sample
-
-
-@dataclass(frozen=True)
-class Tokenised:
-    """A sample with one placeholder token for each run of a medium's feature rows.
-
-    ids: int64 [t]. targets: bool [t], True where the token is to be predicted. slots: token position of each
-    run's placeholder, increasing. runs: (ordinal of its medium, its feature rows or None: all) of each; none
-    given: every medium in its order is one run.
-    """
-
-    ids: np.ndarray
-    targets: np.ndarray
-    slots: tuple[int, ...]
-    runs: tuple[tuple[int, int | None], ...] | None = None
-
-    def expand(
-        self, rows: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, tuple[tuple[tuple[int, int], ...], ...]]:
-        """(input_ids int64 [T], labels int64 [T], spans (offset, length) of each medium) when the media have
-        so many feature rows.
-
-        labels are shifted: labels[t] is the token that position t predicts, -100 where there is none.
-        """
-        runs = [(ordinal, None) for ordinal in range(len(rows))] if self.runs is None else self.runs
-        lengths = [rows[ordinal] if length is None else length for ordinal, length in runs]
-        repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[list(self.slots)] = lengths
-        offsets = np.cumsum(repeats) - repeats
-        input_ids = np.repeat(self.ids, repeats)
-        labels = shift_labels(input_ids, np.repeat(self.targets, repeats))
-        spans: list[list[tuple[int, int]]] = [[] for _ in rows]
-        for slot, (ordinal, _), length in zip(self.slots, runs, lengths, strict=True):
-            spans[ordinal].append((int(offsets[slot]), length))
-        for places, count in zip(spans, rows, strict=True):
-            assert sum(length for _, length in places) == count, f"{places} for {count} feature rows"
-        return input_ids, labels, tuple(map(tuple, spans))
+from data.tokenised import Runs, Tokenised
 
 
 class TextProcessor:
@@ -132,26 +96,26 @@ class TextProcessor:
             rendered = self._closed(sample, self._rendered(sample))
             text, targets = rendered.text, target_ranges(sample, rendered, self.loss_on)
             literal = sorted(piece for pieces in rendered.contents for piece in pieces)
-        order = media_order(text, len(sample.media))
+        order = media_order(text, len(placed(sample.media)))
         words = [self._word(sample, planned, ordinal) for ordinal in order]
-        text, targets, literal = put_words(text, targets, literal, words)
+        text, targets, literal = put_words(text, targets, literal, [word.text for word in words])
         ids, offsets = self._encode(text, literal)
-        runs = target_tokens(text, offsets, targets)
+        learnt = target_tokens(text, offsets, targets)
         if verify:
-            check_decodes(self.tokenizer, text, ids, targets, runs)
+            check_decodes(self.tokenizer, text, ids, targets, learnt)
         mask = np.zeros(len(ids), dtype=bool)
-        for run in runs:
-            mask[run] = True
+        for tokens in learnt:
+            mask[tokens] = True
         if sample.messages is None:
             ids, mask = self._delimit(ids, mask)
-        runs_of = self._runs(sample, planned, order, words)
-        slots = self._slots(ids, sample, runs_of)
+        runs = tuple(run for word in words for run in word.runs)
+        slots = self._slots(ids, sample, runs)
         mask[list(slots)] = False
         if not mask[1:].any():
             raise RowError(
                 "no target token", f"nothing in the row is to be learnt with loss_on {self.loss_on!r}"
             )
-        return Tokenised(ids, mask, slots, runs_of)
+        return Tokenised(ids, mask, slots, runs)
 
     def _render(self, tools: Sequence[Any] | None, media: Sequence[MediaRef] = ()) -> Any:
         def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
@@ -213,21 +177,15 @@ class TextProcessor:
         text = rendered.text[: last.stop] + eos
         return replace(rendered, text=text, turns=(*rendered.turns[:-1], closed))
 
-    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> str:
-        """The text that stands for a medium: its placeholder token, once for each run of its rows."""
+    def _word(self, sample: Sample, planned: Sequence[Planned], ordinal: int) -> Word:
+        """What stands for a medium: its placeholder token, once for each run of its rows."""
         modality = sample.media[ordinal].modality
-        spell = self.spelled.get(modality)
-        return spell(planned[ordinal]) if spell else self._by_modality[modality].token
-
-    def _runs(
-        self, sample: Sample, planned: Sequence[Planned], order: Sequence[int], words: Sequence[str]
-    ) -> tuple[tuple[int, int | None], ...]:
-        """As in `Tokenised`: the runs of a medium are equally long."""
-        runs: list[tuple[int, int | None]] = []
-        for ordinal, word in zip(order, words, strict=True):
-            count = word.count(self._by_modality[sample.media[ordinal].modality].token)
-            runs += [(ordinal, None if count == 1 else planned[ordinal].rows // count)] * count
-        return tuple(runs)
+        token = self._by_modality[modality].token
+        if (spell := self.spelled.get(modality)) is None:
+            return Word(token, ((ordinal, None),))
+        text = spell(planned[ordinal])
+        count = text.count(token)
+        return Word(text, ((ordinal, planned[ordinal].rows // count),) * count)
 
     def _encode(self, text: str, literal: Ranges) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [t], offsets int64 [t, 2]). A special token's name inside a literal range is ordinary
@@ -269,9 +227,7 @@ class TextProcessor:
             ids, mask = np.append(ids, eos), np.append(mask, True)
         return ids, mask
 
-    def _slots(
-        self, ids: np.ndarray, sample: Sample, runs: Sequence[tuple[int, int | None]]
-    ) -> tuple[int, ...]:
+    def _slots(self, ids: np.ndarray, sample: Sample, runs: Runs) -> tuple[int, ...]:
         """Positions of the placeholder tokens, which must be those of the row's media in order."""
         wanted = [self._by_modality[sample.media[ordinal].modality].id for ordinal, _ in runs]
         own = {placeholder.id for placeholder in self.placeholders.values()}

@@ -1,6 +1,7 @@
 """Videos for towers that take squares of one size: frames taken evenly, each one tile."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,14 @@ class TiledVideoPreprocess(Preprocess):
         return Planned((len(taken), self.side, self.side), 1 / rate)
 
     def load(self, ref: MediaRef, shape: tuple[int, ...]) -> np.ndarray:
+        return self.load_frames(ref, shape, range(shape[0]))
+
+    def load_frames(self, ref: MediaRef, shape: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray:
         video = Video(ref)
         taken, _ = sample_frames(video.header, self.sampling, self.formula)
         if (len(taken), self.side, self.side) != tuple(shape):
             raise MediaError("video has changed since it was indexed", str(ref))
-        frames = video.frames(taken)
+        frames = video.frames(taken[list(numbers)])
         return np.stack([pixel_values(frame, shape[1:], self.processor) for frame in frames], axis=1)
 
     def blank(self, shape: tuple[int, ...]) -> np.ndarray:

@@ -228,9 +228,7 @@ def omni_attention(
 
     B is 1 and attention stays inside the segments of the Packing, which comes in the place of HF's mask, or
     as the attribute ``packing`` of an attention module whose layer takes no mask. With ``packing.ulysses``
-    the T tokens are this rank's shard of the packing. An attention module whose A query heads do not share
-    its K key heads evenly says which each of them reads in its attribute ``kv_of_head`` (A ascending
-    indices).
+    the T tokens are this rank's shard of the packing.
     """
     assert dropout == 0.0, "dropout inside packed attention would depend on the packing"
     packing = getattr(module, "packing", None) if attention_mask is None else attention_mask
@@ -239,11 +237,11 @@ def omni_attention(
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    kv_of_head, ulysses = getattr(module, "kv_of_head", None), packing.ulysses
+    ulysses = packing.ulysses
     if ulysses is None:
-        return _attend(q, k, v, packing, scale, kv_of_head).unsqueeze(0), None
+        return _attend(q, k, v, packing, scale, None).unsqueeze(0), None
     heads = q.shape[1]
-    q, k, v, kv_of_head = ulysses.to_heads(q, k, v, kv_of_head)
+    q, k, v, kv_of_head = ulysses.to_heads(q, k, v)
     out = _attend(q, k, v, packing, scale, kv_of_head)
     return ulysses.to_tokens(out, heads).unsqueeze(0), None
 

@@ -45,8 +45,9 @@ _WEIGHTS = (
 _SIDE_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.py", "LICENSE*", "*.tiktoken"]
 
 
-def side_files(path: str) -> list[Path]:
-    """Every file of a checkpoint but its weights: configuration, tokenizer, processor, templates, papers.
+def side_files(path: str, others: Sequence[str] = ()) -> list[Path]:
+    """Every file of a checkpoint but its weights: configuration, tokenizer, processor, templates, papers, and
+    ``others``.
 
     Sub-folders and hidden files are left out, and so is the list that an export of ours leaves.
     """
@@ -54,13 +55,13 @@ def side_files(path: str) -> list[Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(path, allow_patterns=_SIDE_PATTERNS))
+        folder = Path(snapshot_download(path, allow_patterns=[*_SIDE_PATTERNS, *others]))
     return sorted(
         file
         for file in folder.iterdir()
         if file.is_file()
         and not file.name.startswith(".")
-        and not file.name.endswith(_WEIGHTS)
+        and (file.name in others or not file.name.endswith(_WEIGHTS))
         and file.name != "omni_export.json"
     )
 
@@ -128,8 +129,8 @@ class WeightSource:
         return _DTYPES[self._slice(name).get_dtype()]
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
-        """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's "
-        "dtype."""
+        """A tensor, or the part ``index`` (one slice a dimension) of it, on the CPU in the checkpoint's
+        dtype."""
         part = self._slice(name)
         value = part[tuple(index)] if index else part[...]
         file = self._file_of[name]

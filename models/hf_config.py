@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from models.llm import FAMILIES, find_family
+from models.decoders import FAMILIES, find_family
 from omni_ds.errors import UserError
 from omni_ds.plan.encoder_geometry import SUPPORTED, tower_config
 

@@ -38,15 +38,14 @@ def empty_parameters() -> Iterator[None]:
         nn.Module.register_parameter = original
 
 
-def assign(module: nn.Module, name: str, value: Tensor, device: torch.device | str | None = None) -> None:
-    """Give a parameter its value, cast to the parameter's dtype; one on meta gets memory on ``device``
-    (CPU)."""
+def assign(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter its value, cast to the parameter's dtype; one on meta gets memory on the CPU."""
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     parameter = getattr(owner, leaf)
     assert parameter.shape == value.shape, f"{name}: {tuple(value.shape)} for {tuple(parameter.shape)}"
     if parameter.is_meta:
-        real = value.to(device=device or "cpu", dtype=parameter.dtype, copy=True)
+        real = value.to(device="cpu", dtype=parameter.dtype, copy=True)
         made = nn.Parameter(real, requires_grad=parameter.requires_grad)
         made.__dict__.update(parameter.__dict__)  # DeepSpeed's flags: how to reduce it, where to count it
         setattr(owner, leaf, made)
@@ -74,7 +73,6 @@ def init_module(
     std: float | None = None,
     *,
     only: Iterable[str] | None = None,
-    device: torch.device | str | None = None,
 ) -> None:
     """Fresh values for the parameters in ``names`` (local -> global), or for the local names in ``only``.
 
@@ -104,4 +102,4 @@ def init_module(
             value = value[region.index]
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 value[owner.padding_idx] = 0.0
-        assign(module, name, value, device)
+        assign(module, name, value)

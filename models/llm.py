@@ -2,9 +2,10 @@
 
 Every layer takes and returns a ``StageState``; the last one returns losses: fp32 [N] in training, in
 evaluation [2, N] with the losses and, as 1.0, whether a target is the argmax. Modules are HF's own classes,
-found through the family's ``...ForCausalLM`` class, so that rotary scaling, biases, query/key norms and
-sliding windows are HF's; under tensor parallelism their linear layers are this rank's slices, and layers must
-be built inside ``empty_parameters()``. Shapes: T packed tokens, N targets, H hidden size, V vocabulary.
+found through the family's ``...ForCausalLM`` class or, of a decoder inside a multimodal model, in its module
+tree, so that rotary scaling, biases, query/key norms and sliding windows are HF's; under tensor parallelism
+their linear layers are this rank's slices, and layers must be built inside ``empty_parameters()``. Shapes:
+T packed tokens, N targets, H hidden size, V vocabulary.
 
 DeepSpeed is imported where a layer that needs it is built: it looks for an accelerator and says what it
 found, which nobody who reads a config wants to know.
@@ -12,9 +13,7 @@ found, which nobody who reads a config wants to know.
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,26 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from models.attention import ATTENTION_NAME
+from models.decoders import find_family, runtime_config, tensor_sizes, turns_by_type
 from models.fused import fuse_decoder
 from models.llm_ends import EmbedLayer, HeadLayer, tied_losses
 from models.masks import MaskSpec, Packing
-from models.moe import MoEBlock, build_moe, configure_experts
+from models.moe import MoEBlock, build_moe
 from models.packed import StageState
-from omni_ds.errors import UserError
 from omni_ds.parallel.layer_groups import ALONE, LayerGroups, degree
-from omni_ds.plan.llm_meta import INSIDE, moe_layer_indices
+from omni_ds.plan.llm_meta import moe_layer_indices
 from omni_ds.plan.region import Region
-from omni_ds.plan.tensor_rules import TensorSizes, check_tensor_degree, layer_styles
+from omni_ds.plan.tensor_rules import check_tensor_degree, layer_styles
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
-# Frequencies of these depend on the longest sequence of a call: a sample would change with its neighbours.
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _OFFSET_NORMS = ("gemma3_text",)  # norms multiply by 1 + weight
-# What HF's classes read from a config and no published decoder of these families has.
-_ABSENT = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
 TIED_KEY = "embed"
 
 
@@ -61,78 +54,6 @@ class LayerDef:
 
     def build(self) -> nn.Module:
         return self.cls(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class Family:
-    """HF classes of one decoder family; ``causal_lm`` None: it exists inside a multimodal model only."""
-
-    causal_lm: type[nn.Module] | None
-    layer: type[nn.Module]
-    norm: type[nn.Module]
-    rotary: type[nn.Module]
-
-
-def find_family(config: PreTrainedConfig) -> Family:
-    """HF classes for a config; UserError when the family or its rotary scaling is not supported."""
-    if config.model_type not in (*FAMILIES, *INSIDE):
-        raise UserError(
-            f'omni.llm: model_type "{config.model_type}" is not supported as an LLM; '
-            f"supported are {', '.join(FAMILIES)}"
-        )
-    rotations = config.rope_parameters or {}
-    for rotation in rotations.values() if turns_by_type(config) else [rotations]:
-        rope_type = (rotation or {}).get("rope_type", "default")
-        if rope_type not in _ROPE_TYPES:
-            raise UserError(
-                f'omni.llm: rope_type "{rope_type}" depends on the length of the batch and cannot be packed; '
-                f"use one of {', '.join(_ROPE_TYPES)}"
-            )
-    for key in _ABSENT:
-        if getattr(config, key, None):
-            raise UserError(
-                f"omni.llm: a {config.model_type} with {key} {getattr(config, key)} is not supported"
-            )
-    if config.model_type in INSIDE:
-        return _decoder_classes(config)
-    causal_lm = AutoModelForCausalLM._model_mapping[type(config)]
-    module, stem = sys.modules[causal_lm.__module__], causal_lm.__name__.removesuffix("ForCausalLM")
-    return Family(
-        causal_lm=causal_lm,
-        layer=getattr(module, f"{stem}DecoderLayer"),
-        norm=getattr(module, f"{stem}RMSNorm"),
-        rotary=getattr(module, f"{stem}RotaryEmbedding"),
-    )
-
-
-def turns_by_type(config: PreTrainedConfig) -> bool:
-    """Whether layers of different ``layer_types`` have rotations of their own."""
-    return any(isinstance(value, Mapping) for value in (config.rope_parameters or {}).values())
-
-
-_INSIDE: dict[type[PreTrainedConfig], Family] = {}
-
-
-def _decoder_classes(config: PreTrainedConfig) -> Family:
-    """Classes of a decoder without a causal LM of its own, from its module tree."""
-    found = _INSIDE.get(type(config))
-    if found is None:
-        small = copy.deepcopy(config)
-        small.num_hidden_layers = 1
-        with torch.device("meta"):
-            model = AutoModel.from_config(small)
-        found = Family(None, type(model.layers[0]), type(model.norm), type(model.rotary_emb))
-        _INSIDE[type(config)] = found
-    return found
-
-
-def runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy for building layers: packed attention, no dropout (it would depend on the packing)."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = ATTENTION_NAME
-    config.attention_dropout = 0.0
-    configure_experts(config)
-    return config
 
 
 def layer_mask(config: PreTrainedConfig, index: int) -> MaskSpec:
@@ -233,7 +154,7 @@ class DecoderLayer(nn.Module):
         state = state.with_hidden(out.squeeze(0))
         if self._moe is not None and self.training:
             state = state.with_routing(*self._moe.observe(logits, state.batch))
-        return state
+        return state.with_level()
 
     def _run(
         self, hidden: Tensor, position_ids: Tensor, rotary: tuple[Tensor, Tensor], packing: Packing
@@ -287,28 +208,23 @@ def zero_norms(module: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros(p.shape) for name, p in module.named_parameters() if "norm" in name}
 
 
-def tensor_sizes(config: PreTrainedConfig) -> TensorSizes:
-    """What tensor parallelism cuts of a decoder."""
-    return TensorSizes(
-        config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size
-    )
-
-
 def build_llm_layers(
-    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE
+    config: PreTrainedConfig, *, recompute: bool = False, groups: LayerGroups = ALONE, levels: int = 0
 ) -> list[LayerDef]:
     """Definitions of the L + 3 layers of an LLM: embedding, L decoder layers, norm, head.
 
     Nothing is allocated. ``groups``: the process groups that layers compute in; a layer holds this rank's
-    part. Raises UserError for a family, a rotary scaling or a tensor degree that is not supported.
+    part. ``levels``: of feature rows, added behind decoder layers (deepstack). Raises UserError for a family,
+    a rotary scaling or a tensor degree that is not supported.
     """
     find_family(config)
     check_tensor_degree(tensor_sizes(config), degree(groups.tensor))
     config, shared = runtime_config(config), {"groups": groups}
     tied = bool(config.tie_word_embeddings)
-    embed = LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY if tied else None)
+    ends = {**shared, "levels": levels}
+    embed = LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY if tied else None)
     head = (
-        LayerDef(EmbedLayer, (config,), shared, tied_key=TIED_KEY, forward_fn=tied_losses)
+        LayerDef(EmbedLayer, (config,), ends, tied_key=TIED_KEY, forward_fn=tied_losses)
         if tied
         else LayerDef(HeadLayer, (config,), shared)
     )

@@ -1,9 +1,11 @@
 """The ends of an LLM, which know its vocabulary: embedding, head, and the head of tied models.
 
-Shapes: T packed tokens, R feature rows, N targets, H hidden size.
+Shapes: T packed tokens, R feature rows, P rows of all tensor ranks, D levels, N targets, H hidden size.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +26,10 @@ class EmbedLayer(nn.Module):
     has been sent, and one sum makes the hidden states whole. Its backward is the identity.
     """
 
-    def __init__(self, config: PreTrainedConfig, groups: LayerGroups = ALONE):
+    def __init__(self, config: PreTrainedConfig, groups: LayerGroups = ALONE, levels: int = 0):
         super().__init__()
-        self.groups, self.vocab, padding = groups, config.vocab_size, config.pad_token_id
+        self.groups, self.levels = groups, levels
+        self.vocab, padding = config.vocab_size, config.pad_token_id
         self.rows = even_part(self.vocab, groups.tensor)
         held = padding is not None and self.rows[0] <= padding < self.rows[1]
         padding = padding - self.rows[0] if held else None
@@ -42,23 +45,45 @@ class EmbedLayer(nn.Module):
         return {"embed_tokens.weight": Region.of(shape, 0, *self.rows)}
 
     def forward(self, state: StageState) -> StageState:
-        """Sets hidden [T, H]. Gradients reach features [R, H] and, at all other tokens, the embedding.
+        """Sets hidden [T, H] and, of features with levels, levels [D, P, H]. Gradients reach features
+        [R, H * (1 + D)] and, at all other tokens, the embedding.
 
         With several tensor ranks, R counts this rank's rows of the features; None when it has been sent none.
         """
         batch = state.batch
+        features, levels = self._parts(batch.features)
         if self.groups.tensor is not None:
-            hidden = self._summed_lookup(batch)
+            hidden = self._summed_lookup(batch, features)
+            levels = self._summed_levels(batch, levels)
         else:
             hidden = self._lookup(batch.input_ids)
             if batch.feature_positions is not None and batch.feature_positions.numel():
-                assert batch.features is not None, "feature positions without features"
-                hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+                assert features is not None, "feature positions without features"
+                hidden = hidden.index_copy(0, batch.feature_positions, features.to(hidden.dtype))
         if self.groups.expert is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             # The LLM is frozen and there are no media here; others of the expert group may have some, and
             # backward through the experts is a collective of all.
             hidden.requires_grad_()
-        return state.with_hidden(hidden)
+        return replace(state, hidden=hidden, levels=levels)
+
+    def _parts(self, features: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """([R, H], [D, R, H]) of features [R, H * (1 + D)]; None where there are none."""
+        if features is None or not self.levels:
+            return features, None
+        parts = features.unflatten(1, (1 + self.levels, -1)).transpose(0, 1)
+        return parts[0], parts[1:]
+
+    def _summed_levels(self, batch: PackedBatch, levels: Tensor | None) -> Tensor | None:
+        """Levels [D, P, H] of all tensor ranks out of this rank's [D, R, H]."""
+        placeholders = batch.media_positions
+        if not self.levels or placeholders is None or not placeholders.numel():
+            return None
+        shape = (self.levels, len(placeholders), self.embed_tokens.embedding_dim)
+        whole = torch.zeros(shape, dtype=self.embed_tokens.weight.dtype, device=placeholders.device)
+        if levels is not None:
+            own = torch.searchsorted(placeholders, batch.feature_positions)  # both rise
+            whole = whole.index_copy(1, own, levels.to(whole.dtype))
+        return sum_output(whole, self.groups.tensor)
 
     def _lookup(self, ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(ids)
@@ -66,18 +91,16 @@ class EmbedLayer(nn.Module):
             return hidden
         return hidden * float(torch.tensor(self._scale).to(hidden.dtype))  # rounded, as in HF's module
 
-    def _summed_lookup(self, batch: PackedBatch) -> Tensor:
+    def _summed_lookup(self, batch: PackedBatch, features: Tensor | None) -> Tensor:
         ids, (start, stop) = batch.input_ids, self.rows
         elsewhere = (ids < start) | (ids >= stop)
-        placeholders = batch.placeholder_positions
-        if placeholders is None:
-            placeholders = batch.feature_positions
+        placeholders = batch.media_positions
         if placeholders is not None:
             elsewhere = elsewhere.index_fill(0, placeholders, True)
         hidden = self._lookup((ids - start).masked_fill(elsewhere, 0))
         hidden = hidden.masked_fill(elsewhere.unsqueeze(1), 0.0)
-        if batch.features is not None:
-            hidden = hidden.index_copy(0, batch.feature_positions, batch.features.to(hidden.dtype))
+        if features is not None:
+            hidden = hidden.index_copy(0, batch.feature_positions, features.to(hidden.dtype))
         media = placeholders is not None and placeholders.numel() > 0
         if media and torch.is_grad_enabled() and not hidden.requires_grad:
             # The LLM is frozen, but another rank's features may need a gradient, whose backward pass is a

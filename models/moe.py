@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from models.documents import Documents
 from models.packed import PackedBatch
-from omni_ds.parallel.expert import build_expert_layer, expert_range
-from omni_ds.parallel.layer_groups import LayerGroups, degree, index
+from omni_ds.parallel.expert import build_expert_layer
+from omni_ds.parallel.layer_groups import LayerGroups, degree, even_part, index
+from omni_ds.parallel.sums import sum_output
 from omni_ds.plan.llm_meta import check_expert_degree, moe_layer_indices
 from omni_ds.plan.region import Region
 
@@ -72,7 +73,8 @@ class RouterPenalty:
         layers = len(moe_layer_indices(config.to_dict()))
         balance = config.router_aux_loss_coef if config.output_router_logits else 0.0
         z = getattr(config, "router_z_loss_coef", None) or 0.0
-        return cls(config.num_local_experts, config.num_experts_per_tok, balance / layers, z / layers)
+        experts = getattr(config, "num_local_experts", None) or config.num_experts
+        return cls(experts, config.num_experts_per_tok, balance / layers, z / layers)
 
 
 class MoEBlock:
@@ -96,7 +98,7 @@ class MoEBlock:
 
     def regions(self) -> dict[str, Region]:
         """Names below ``mlp.`` -> the part of the whole that this rank holds."""
-        first, last = expert_range(self.penalty.experts, self.groups)
+        first, last = even_part(self.penalty.experts, self.groups.expert)
         both = (self.penalty.experts, 2 * self.width, self.hidden)
         down = (self.penalty.experts, self.hidden, self.width)
         return {
@@ -124,7 +126,7 @@ class MoEBlock:
 
     def observe(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
         """(auxiliary loss, expert counts) of :func:`router_losses` for a micro-batch or its shard."""
-        return router_losses(logits, Documents.of(batch, self.groups.sequence), self.penalty)
+        return router_losses(logits, batch.documents(self.groups.sequence), self.penalty)
 
 
 def build_moe(
@@ -142,52 +144,6 @@ def build_moe(
     # On the CPU the fused kernels that DeepSpeed picks beside the grouped product may be missing.
     grouped = torch.cuda.is_available() and grouped_matmul(config)
     return moe, build_expert_layer(block, config, groups, grouped)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents of a packed sequence, and which of them the tokens here belong to.
-
-    Attributes:
-        index: [T] int64, document of each token of this shard.
-        lengths: [n] fp32, tokens of each document of the whole sequence.
-        counted: [n] fp32, 0.0 for what is not data: padding, samples whose media failed.
-        sequence: ranks that hold the other shards.
-    """
-
-    index: Tensor
-    lengths: Tensor
-    counted: Tensor
-    sequence: ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, batch: PackedBatch, sequence: ProcessGroup | None) -> Documents:
-        """Of a micro-batch or its shard; nothing waits for the device."""
-        edges = batch.cu_seqlens.long()
-        start = batch.bounds[index(sequence)] if batch.bounds is not None else 0
-        positions = torch.arange(start, start + batch.tokens, device=edges.device)
-        lengths = edges.diff().float()
-        counted = torch.ones_like(lengths)
-        if batch.padding:
-            counted[-1:] = 0.0
-        for document in batch.lost:
-            counted[document : document + 1] = 0.0
-        return cls(torch.searchsorted(edges[1:], positions, right=True), lengths, counted, sequence)
-
-
-class _SumOverShards(torch.autograd.Function):
-    """All-reduce whose backward is the identity: each rank goes on with the sum, and its own addends get the
-    gradient of one of these equal results."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, group: ProcessGroup) -> Tensor:
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def router_losses(
@@ -210,9 +166,8 @@ def router_losses(
         this shard, its value counts on the first shard (the z-loss on each), so that a sum over shards is
         right. And [E] int64, detached: choices of each expert by the tokens of this shard that count.
     """
-    probabilities = logits.float().softmax(-1)
+    probabilities = logits.float().softmax(-1) if penalty.balance else logits
     chosen = probabilities.detach().topk(penalty.top_k, dim=-1).indices
-    weight = documents.counted[documents.index]
     total, experts = documents.lengths.shape[0], penalty.experts
     flat = (documents.index.unsqueeze(1) * experts + chosen).flatten()
     choices = torch.zeros(total * experts, device=logits.device)
@@ -224,13 +179,14 @@ def router_losses(
         sums = probabilities.new_zeros(total, experts).index_add(0, documents.index, probabilities)
         first = True
         if degree(documents.sequence) > 1:
-            sums = _SumOverShards.apply(sums, documents.sequence)
+            sums = sum_output(sums, documents.sequence)
             dist.all_reduce(choices, group=documents.sequence)
             first = index(documents.sequence) == 0
         per_document = (choices * sums).sum(1) / documents.lengths.clamp(min=1.0)
         balance = penalty.balance * experts * (per_document * documents.counted).sum()
         losses.append(balance if first else balance - balance.detach())
     if penalty.z:
+        weight = documents.counted[documents.index]
         losses.append(penalty.z * (logits.float().logsumexp(-1).square() * weight).sum())
     return (torch.stack(losses).sum() if losses else None), counts
 

@@ -2,9 +2,9 @@
 tensors under our global names.
 
 Nothing here knows a family: parts are found in the module tree of the HF class on the meta device. The
-language model is what ``get_decoder`` returns; a module named ``...projector``, or a tower's ``merger``, is a
-projector, to which parameters of the base model itself belong; what else it holds are towers, named ``audio``
-or ``vision``.
+language model is what ``get_decoder`` returns; a module named ``...projector``, or the last part of a tower
+(``merger``, ``proj``), is a projector, to which parameters of the base model itself belong; what else it
+holds are towers, named ``audio`` or ``vision``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.checkpoint_files import WeightSource
+from models.decoders import find_family
 from models.families import FAMILIES
 from models.families.base import ModelFamily
 from models.hf_config import read_config
-from models.llm import find_family
-from models.weight_names import NameMap, map_names, summarise
+from models.weight_names import NameMap, Recipe, map_names, summarise
 from models.weights import PartWeights
 from omni_ds.errors import UserError
 
 WHERE = "omni.model.path"
 _MEDIA = {"vision": ("image", "video"), "audio": ("audio",)}  # a tower's main medium first
+# A tower's module that projects -> the projector's place in the tower; the tower itself where it has several.
+_OWN_PROJECTOR = {"deepstack_merger_list": "", "merger": ".merger", "proj": ".proj", "proj1": ""}
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")
 
 
@@ -52,7 +54,7 @@ class Multimodal:
     """A checkpoint's config and parts; weights are read when asked for.
 
     Attributes:
-        config: of the whole; llm_config: of its language model, with the truth about tied embeddings.
+        config: of the HF class; llm_config: of its language model, with the truth about tied embeddings.
         model: the HF class on the meta device; only its names and shapes are used.
         towers: by name.
     """
@@ -66,6 +68,7 @@ class Multimodal:
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.llm_config.tie_word_embeddings = head.weight is embedding.weight
         find_family(self.llm_config)
+        self.clock = family.clock(config) if family.clock is not None else None
         self._prefixes = {"llm.lm_head.": f"{_name_of(self.model, head)}."}
         self.towers = self._find_parts()
 
@@ -81,8 +84,9 @@ class Multimodal:
                 projectors[_kind(name)] = place
             else:
                 towers[_kind(name)] = place
-                if hasattr(module, "merger"):
-                    projectors[_kind(name)] = f"{place}.merger"
+                own = next((part for part in _OWN_PROJECTOR if hasattr(module, part)), None)
+                if own is not None:
+                    projectors[_kind(name)] = place + _OWN_PROJECTOR[own]
         found = {}
         for kind, module in towers.items():
             projector = projectors[kind] if kind in projectors else projectors[None]
@@ -127,18 +131,21 @@ class Multimodal:
 
     @cached_property
     def names(self) -> NameMap:
-        return map_names(self.source.names(), self.model)
+        return map_names(self.source.names(), self.model, shape_of=self.source.shape)
 
     def weights(self) -> ModelWeights:
         return ModelWeights(self)
 
-    def original_names(self, name: str) -> tuple[str, ...]:
-        """Tensors of the checkpoint that hold a global parameter: one, or copies of a tied matrix."""
+    def recipes_of(self, name: str) -> dict[str, Recipe]:
+        """By name in the HF class, how a global parameter is made: one, and copies of a tied matrix."""
         locals_ = [self.class_name(name)]
         if self.llm_config.tie_word_embeddings and name == "llm.model.embed_tokens.weight":
             locals_.append(self.class_name("llm.lm_head.weight"))
-        recipes = [self.names.recipes[local] for local in locals_ if local in self.names.recipes]
-        assert all(recipe.converter is None for recipe in recipes), f"{name} is made of several tensors"
+        return {local: self.names.recipes[local] for local in locals_ if local in self.names.recipes}
+
+    def original_names(self, name: str) -> tuple[str, ...]:
+        """Tensors of the checkpoint that a global parameter is made of."""
+        recipes = self.recipes_of(name).values()
         return tuple(dict.fromkeys(source for recipe in recipes for source, _ in recipe.sources))
 
     def trained_names(self, encoder_names: Iterable[str]) -> set[str]:
@@ -207,7 +214,7 @@ def _read(path: str, trust_remote_code: bool, stamp: int) -> Multimodal:
             f'{WHERE}: model_type "{config.model_type}" is not supported; supported are '
             f"{', '.join(FAMILIES)}. Parts of other models go into omni.llm and omni.encoders"
         )
-    return Multimodal(path, family, config)
+    return Multimodal(path, family, getattr(config, family.inside, config) if family.inside else config)
 
 
 def _stamp(path: str) -> int:

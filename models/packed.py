@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.documents import Documents
 from models.masks import Packing
 from omni_ds.parallel.ulysses import Ulysses
 
@@ -20,7 +21,7 @@ class PackedBatch:
     """One micro-batch, or this rank's shard of one: then T, N and R count what the shard holds, and the
     segments stay those of the whole sequence.
 
-    T tokens, n samples, N targets, R feature rows, H hidden size of the LLM.
+    T tokens, n samples, N targets, R feature rows, H hidden size of the LLM, D levels of a row (deepstack).
 
     - input_ids: [T] int64; position_ids: [T] int64, positions restart at 0 with each sample, or [k, T] where
       a model has k kinds of position.
@@ -28,8 +29,8 @@ class PackedBatch:
     - target_positions, target_ids: [N] int64; the logits at token position t predict target_ids, already
       shifted.
     - sample_of_target: [N] int64, which of the n samples a target belongs to.
-    - feature_positions: [R] int64, the token a feature row replaces; features: [R, H]. None without media;
-      only the first stage has the features.
+    - feature_positions: [R] int64, the token a feature row replaces; features: [R, H * (1 + D)], the row and
+      its levels. None without media; only the first stage has the features.
     - placeholder_positions: [P] int64, all placeholder tokens, of which ``feature_positions`` are the rows
       this rank has; None: the same.
     - bounds: where each shard of the whole sequence starts, and the end; None: this is the whole sequence.
@@ -54,10 +55,27 @@ class PackedBatch:
     padding: int = 0
     lost: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
+    _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
+
+    def documents(self, sequence: ProcessGroup | None) -> Documents:
+        """Which sample each token here is of, found once. sequence: the ranks that hold the other shards."""
+        if self._documents is None:
+            self._documents = Documents.of(self, sequence)
+        return self._documents
 
     @property
     def tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def media_positions(self) -> Tensor | None:
+        """[P] int64, all tokens here that features replace, whichever tensor rank has them."""
+        return self.feature_positions if self.placeholder_positions is None else self.placeholder_positions
+
+    def message_rows(self, levels: int) -> int:
+        """Rows of a stage's message with this many levels left to add: T + levels * P."""
+        media = self.media_positions
+        return self.tokens + (levels * media.shape[0] if levels and media is not None else 0)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device (non-blocking: pinned host tensors copy asynchronously)."""
@@ -133,11 +151,12 @@ def shard(batch: PackedBatch, bounds: tuple[int, ...], index: int) -> PackedBatc
 class StageState:
     """What every layer takes and returns: the batch and the hidden states [T, H] (None before the embedding).
 
-    ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are made by the first layer that needs them
-    on a stage and handed on to the others; ``rotary`` by the type of the layer, or under None where all turn
-    alike. ``auxiliary``: fp32 scalar, what the routers of this stage add to the loss, not divided by the
-    tokens of the global batch; None without experts. ``router_counts``: [E] int64 for each MoE layer of this
-    stage in training, choices of its experts.
+    ``levels``: [D, P, H], what is still to be added at the P ``media_positions``, the first of them behind
+    the next decoder layer; None: nothing. ``rotary`` (cos, sin), each [1, T, head size], and ``packing`` are
+    made by the first layer that needs them on a stage and handed on to the others; ``rotary`` by the type of
+    the layer, or under None where all turn alike. ``auxiliary``: fp32 scalar, what the routers of this stage
+    add to the loss, not divided by the tokens of the global batch; None without experts. ``router_counts``:
+    [E] int64 for each MoE layer of this stage in training, choices of its experts.
     """
 
     batch: PackedBatch
@@ -145,7 +164,20 @@ class StageState:
     rotary: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     auxiliary: Tensor | None = None
     router_counts: tuple[Tensor, ...] = ()
+    levels: Tensor | None = None
     _packing: Packing | None = None
+
+    @classmethod
+    def received(cls, batch: PackedBatch, message: Tensor) -> StageState:
+        """From what the stage before sent (:meth:`message`)."""
+        if message.shape[0] == batch.tokens:
+            return cls(batch, message)
+        hidden, rest = message.split([batch.tokens, message.shape[0] - batch.tokens])
+        return cls(batch, hidden, levels=rest.unflatten(0, (-1, batch.media_positions.shape[0])))
+
+    def message(self) -> Tensor:
+        """[T + D * P, H] for the next stage: hidden states, then the levels left, one after the other."""
+        return self.hidden if self.levels is None else torch.cat([self.hidden, self.levels.flatten(0, 1)])
 
     def packing_for(self, sequence: ProcessGroup | None) -> Packing:
         """The segments to attend inside. sequence: the ranks that hold the shards; None: this rank has
@@ -159,6 +191,13 @@ class StageState:
 
     def with_hidden(self, hidden: Tensor) -> StageState:
         return replace(self, hidden=hidden)
+
+    def with_level(self) -> StageState:
+        """After a decoder layer: the next level added, where one is left."""
+        if self.levels is None:
+            return self
+        hidden = self.hidden.index_add(0, self.batch.media_positions, self.levels[0].to(self.hidden.dtype))
+        return replace(self, hidden=hidden, levels=self.levels[1:] if len(self.levels) > 1 else None)
 
     def with_routing(self, auxiliary: Tensor | None, counts: Tensor) -> StageState:
         """After a MoE layer: its loss added, its expert counts appended."""

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
+    apply_converters,
     dot_natural_key,
     rename_source_key,
 )
@@ -48,6 +50,54 @@ class Recipe:
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def settled(self, shape_of: Callable[[str], tuple[int, ...]], model: PreTrainedModel) -> Recipe:
+        """With its direction decided, where a conversion transposes only tensors of another shape than the
+        model's: the same tensor in both directions, whole or in rows."""
+        operations = self.converter.operations if self.converter is not None else []
+        if not (len(operations) == len(self.sources) == 1 and getattr(operations[0], "check_dims", False)):
+            return self
+        if tuple(shape_of(self.sources[0][0])) == tuple(model.get_parameter(self.target).shape):
+            return replace(self, converter=None)
+        converter = copy.deepcopy(self.converter)
+        converter.operations[0].check_dims = False
+        return replace(self, converter=converter)
+
+    def undo(
+        self,
+        made: Mapping[str, Tensor],
+        shape_of: Callable[[str], tuple[int, ...]],
+        model: PreTrainedModel,
+    ) -> dict[str, Tensor]:
+        """The tensors of the checkpoint by their names there, out of what :meth:`make` returns."""
+        if self.converter is None:
+            return {self.sources[0][0]: made[self.target]}
+        forward, reverse = copy.deepcopy(self.converter), self.converter.reverse_transform()
+        for name, value in made.items():
+            target, pattern = apply_converters(name, [reverse])
+            reverse.add_tensor(target, name, pattern, value)
+        outputs: dict[str | None, list[Tensor]] = {}
+        found = reverse.convert(target, model=model, config=model.config)
+        for name in sorted(found, key=dot_natural_key):
+            value = found[name][0] if isinstance(found[name], list) else found[name]
+            outputs.setdefault(apply_converters(name, [forward])[1], []).append(value)
+        tensors = {}
+        for pattern, values in outputs.items():
+            names = [name for name, of in self.sources if of == pattern]
+            tensors |= dict(zip(names, values, strict=True))
+        assert tensors.keys() == {name for name, _ in self.sources}, f"{self.target} is not made of {outputs}"
+        for name, value in tensors.items():
+            assert tuple(value.shape) == tuple(shape_of(name)), (
+                f"{name} is {list(value.shape)} on its way back"
+            )
+        return tensors
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether row i of the tensor is made of row i of its one source."""
+        operations = self.converter.operations if self.converter is not None else []
+        moved = [op for op in operations if not isinstance(op, Transpose) or 0 in (op.dim0, op.dim1)]
+        return len(self.sources) == 1 and not moved
+
     @property
     def stacks(self) -> bool:
         """Whether each row of the tensor is made of sources of its own: an expert of a fused weight."""
@@ -72,11 +122,19 @@ class NameMap:
     foreign: Mapping[str, str]
 
 
-def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ...] = ()) -> NameMap:
-    """Map the names of a checkpoint onto a model (on the meta device; only its names and config are used).
+def map_names(
+    names: Iterable[str],
+    model: PreTrainedModel,
+    strip: tuple[str, ...] = (),
+    *,
+    shape_of: Callable[[str], tuple[int, ...]],
+) -> NameMap:
+    """Map the names of a checkpoint onto a model (on the meta device; only its names, shapes and config are
+    used).
 
-    ``strip``: prefixes under which the model lies in a larger checkpoint, longest first
-    (``model.encoder.`` for Whisper), for what transformers has no rule.
+    ``shape_of``: shape of a checkpoint tensor (``WeightSource.shape``). ``strip``: prefixes under which the
+    model lies in a larger checkpoint, longest first (``model.encoder.`` for Whisper), for what transformers
+    has no rule.
     """
     state = model.state_dict()
     buffers = {name for name, _ in model.named_buffers()}
@@ -99,9 +157,9 @@ def map_names(names: Iterable[str], model: PreTrainedModel, strip: tuple[str, ..
     for target, sources in collected.items():
         pattern = sources[0][1]
         converter = converter_of[pattern] if pattern is not None else None
-        recipe = Recipe(target, tuple(sources), converter)
+        recipe = Recipe(target, tuple(sources), converter).settled(shape_of, model)
         made = [target]
-        if converter is not None:
+        if recipe.converter is not None:
             first = converter.target_patterns[0]
             made = [target.replace(first, other) for other in converter.target_patterns]
         recipes.update(dict.fromkeys(made, recipe))

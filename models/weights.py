@@ -10,14 +10,15 @@ check_weights(weights)   # one UserError for everything that did not fit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from models.checkpoint_files import WeightSource
+from models.decoders import find_family
 from models.init import assign, empty_parameters, init_module
-from models.llm import find_family
 from models.weight_names import NameMap, map_names, summarise, top_names
 from omni_ds.errors import UserError
 from omni_ds.plan.region import Region
@@ -79,8 +80,8 @@ class PartWeights:
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor | None:
         """A tensor (or its part) by global name, None when the checkpoint has none.
 
-        A conversion is read in whole, once for all tensors it makes, except that of several experts only
-        those asked for are.
+        A conversion is read in whole, once for all tensors it makes, except that of experts only those asked
+        for are.
         """
         local = self.local(name)
         recipe = self._recipes.get(local)
@@ -88,11 +89,15 @@ class PartWeights:
             return None
         if recipe.converter is None:
             return self.source.read(recipe.sources[0][0], index)
-        if index and recipe.stacks and index[0] != slice(None):
-            recipe = recipe.rows(index[0].start, index[0].stop)
-            index = (slice(None), *index[1:])
-        if self._made_of != recipe.sources:
-            self._made, self._made_of = recipe.make(self.source.read, self.model), recipe.sources
+        rows, read = None, self.source.read
+        if index and index[0] != slice(None) and (recipe.stacks or recipe.keeps_rows):
+            rows, index = (index[0].start, index[0].stop), (slice(None), *index[1:])
+            if recipe.stacks:
+                recipe = recipe.rows(*rows)
+            else:
+                read = partial(self.source.read, index=(slice(*rows),))
+        if self._made_of != (recipe.sources, rows):
+            self._made, self._made_of = recipe.make(read, self.model), (recipe.sources, rows)
         value = self._made.get(local)
         return value[tuple(index)] if value is not None and index else value
 
@@ -120,7 +125,7 @@ def llm_weights(path: str, config: PreTrainedConfig, where: str = "omni.llm.path
     with torch.device("meta"):
         model = find_family(config).causal_lm(config)
     source = WeightSource(path, where)
-    names = map_names(source.names(), model)
+    names = map_names(source.names(), model, shape_of=source.shape)
     return PartWeights(source, "llm.", model, names, unexpected=lambda name: True)
 
 
@@ -136,7 +141,7 @@ def tower_weights(
     whole, model = _tower_on_meta(config), _tower_on_meta(built)
     source = WeightSource(path, where or f"omni.encoders.{name}.path")
     strip = ("model.encoder.", "encoder.") if config.model_type == "whisper" else ()
-    names = map_names(source.names(), whole, strip)
+    names = map_names(source.names(), whole, strip, shape_of=source.shape)
     kept = model.state_dict().keys()
     above = {
         checkpoint_name: target
@@ -173,7 +178,6 @@ def load_module(
     weights: PartWeights,
     *,
     regions: Mapping[str, Region] | None = None,
-    device: torch.device | str | None = None,
 ) -> set[str]:
     """Load those parameters of ``names`` (local -> global) that ``weights`` is for; their local names.
 
@@ -182,7 +186,7 @@ def load_module(
     """
     for local, region in find_weights(module, names, weights, regions=regions).items():
         value = weights.read(names[local], None if region.is_whole else region.index)
-        assign(module, local, value, device)
+        assign(module, local, value)
     return {local for local, name in names.items() if name.startswith(weights.prefix)}
 
 
@@ -215,8 +219,6 @@ def fill_module(
     weights: Iterable[PartWeights],
     seed: int,
     std: float | None = None,
-    *,
-    device: torch.device | str | None = None,
 ) -> None:
     """Load what the checkpoints hold of a module and draw the rest (``init_module``).
 
@@ -225,8 +227,8 @@ def fill_module(
     taken: set[str] = set()
     regions = module.regions() if hasattr(module, "regions") else {}
     for part in weights:
-        taken |= load_module(module, names, part, regions=regions, device=device)
-    init_module(module, names, seed, std, only=[name for name in names if name not in taken], device=device)
+        taken |= load_module(module, names, part, regions=regions)
+    init_module(module, names, seed, std, only=[name for name in names if name not in taken])
 
 
 def check_weights(weights: Iterable[PartWeights]) -> None:

@@ -82,6 +82,10 @@ def read_composition(config: Config, *, processors: bool = True) -> Composition:
         EncoderMeta.from_config(name, config.omni.encoders[name], hf.to_dict(), llm_config.hidden_size)
         for name, hf in encoder_configs.items()
     )
+    if config.omni.data.use_audio_in_video and getattr(model, "clock", None) is None:
+        raise UserError(
+            "omni.data.use_audio_in_video: this model does not hear the sound of videos; remove the key"
+        )
     text, media, embedding_rows = None, {}, llm_config.vocab_size
     if processors:
         from data.processors import build_media, build_model_text, build_text

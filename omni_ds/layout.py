@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from omni_ds.composition import Composition, plan_options, read_composition
 from omni_ds.config import Config
@@ -33,7 +34,8 @@ def settle_degrees(
         return config, None
     composition = composition or read_composition(config, processors=False)
     gpu = on_gpu(config, device)
-    resolved = resolve(with_degrees(config, dict.fromkeys(DEGREES, 1)), 1, None, has_cuda=gpu)
+    least = prod(degree or 1 for degree in asked.values())  # processes that all given degrees divide
+    resolved = resolve(with_degrees(config, dict.fromkeys(DEGREES, 1)), least, None, has_cuda=gpu)
     options = plan_options(resolved, composition)
     alone = build_plan(composition.llm, composition.encoders, Mesh(1, 1), replace(options, group_size=None))
     samples = example_samples(alone, config.train_batch_size, config.omni.data.max_length)

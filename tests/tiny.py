@@ -104,40 +104,49 @@ def make_checkpoints(
     tokenizer.save_pretrained(folder / "llm")
 
 
-def config_dict(checkpoints: Path, output: Path, **omni: Any) -> dict[str, Any]:
-    """A configuration that trains :func:`make_checkpoints` on a few digits: clipping active, three rates."""
-    sets = ("written", "spoken", "sum", "text")
-    raw: dict[str, Any] = {
-        "train_batch_size": 12,
+def run_config(output: Path, *, batch: int, max_length: int, train: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all tiny runs share: three steps, clipping active, an eps that keeps gradients of zero up to
+    rounding from becoming steps of full size. Lacks the model: ``llm`` and ``encoders``, or ``model``."""
+    return {
+        "train_batch_size": batch,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
         "zero_optimization": {"stage": 1},
         "pipeline": {"stages": 1},
         "omni": {
-            "llm": {"path": str(checkpoints / "llm")},
-            "encoders": {
-                "vision": {
-                    "path": str(checkpoints / "vision"),
-                    "modality": "image",
-                    "lr": 5e-4,
-                    "projector": {"reduction": "pixel_shuffle", "factor": 2, "lr": 2e-3},
-                },
-                "audio": {
-                    "path": str(checkpoints / "audio"),
-                    "modality": "audio",
-                    "lr": 5e-4,
-                    "projector": {"reduction": "frame_stack", "factor": 4, "lr": 2e-3},
-                },
-            },
             "data": {
-                "train": [{"path": str(DIGITS / f"train_{name}.jsonl"), "max_samples": 24} for name in sets],
-                "max_length": 256,
-                "max_tokens_per_micro_batch": 256,
+                "train": train,
+                "max_length": max_length,
+                "max_tokens_per_micro_batch": max_length,
                 "num_workers": 0,
                 "cache_dir": str(output / "cache"),
             },
             "train": {"max_steps": 3, "seed": 7},
             "output_dir": str(output),
+        },
+    }
+
+
+def config_dict(checkpoints: Path, output: Path, **omni: Any) -> dict[str, Any]:
+    """A configuration that trains :func:`make_checkpoints` on a few digits, with three rates."""
+    sets = ("written", "spoken", "sum", "text")
+    train = [{"path": str(DIGITS / f"train_{name}.jsonl"), "max_samples": 24} for name in sets]
+    raw = run_config(output, batch=12, max_length=256, train=train)
+    raw["omni"] |= {
+        "llm": {"path": str(checkpoints / "llm")},
+        "encoders": {
+            "vision": {
+                "path": str(checkpoints / "vision"),
+                "modality": "image",
+                "lr": 5e-4,
+                "projector": {"reduction": "pixel_shuffle", "factor": 2, "lr": 2e-3},
+            },
+            "audio": {
+                "path": str(checkpoints / "audio"),
+                "modality": "audio",
+                "lr": 5e-4,
+                "projector": {"reduction": "frame_stack", "factor": 4, "lr": 2e-3},
+            },
         },
     }
     raw["omni"] = merged(raw["omni"], omni)

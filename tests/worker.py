@@ -12,8 +12,9 @@ def train_and_collect(
     """Train and return what parity tests compare.
 
     Returns:
-        ``losses``, ``norms``: by step; ``initial``, ``final``: whole fp32 weights by global name: the
-        encoders' and, on the first of the ranks that share a stage's parameters, that stage's.
+        ``losses``, ``norms``: by step; ``slices``, ``parts``: of media that several ranks shared;
+        ``initial``, ``final``: whole fp32 weights by global name: the encoders' and, on the first of the
+        ranks that share a stage's parameters, that stage's.
     """
     from omni_ds.checkpoint.full_weights import full_parameters
     from omni_ds.config.load import load_config
@@ -32,7 +33,7 @@ def train_and_collect(
             found |= {n: t.clone().cpu() for n, t in full_parameters(runtime.encoder_parameters())}
         return found
 
-    initial, losses, router_losses, norms, plans = weights(), [], [], [], []
+    initial, losses, router_losses, norms, plans, slices, parts = weights(), [], [], [], [], 0, 0
     last = steps if steps is not None else run.config.omni.train.max_steps
     for batch in run.batches(0, last):
         failed = agree_on_step(batch.step_plan, sorted({r for r, _ in batch.failed}), runtime.groups.control)
@@ -41,6 +42,8 @@ def train_and_collect(
         router_losses.append(result.auxiliary_loss)
         norms.append(result.grad_norm)
         plans.append(batch.step_plan.micro_batches)
+        slices += count_slices(batch.step_plan)
+        parts += sum(item.start > 0 for item in items_of(batch.step_plan))
     return {
         "losses": losses,
         "router_losses": router_losses,
@@ -48,8 +51,20 @@ def train_and_collect(
         "initial": initial,
         "final": weights(),
         "micro_batches": plans,
+        "slices": slices,
+        "parts": parts,
         "rank": runtime.rank,
     }
+
+
+def count_slices(step_plan: Any) -> int:
+    """Slices of items that gangs encode in a step."""
+    return sum(item.gang > 1 for item in items_of(step_plan))
+
+
+def items_of(step_plan: Any) -> list[Any]:
+    batches = [batch for replica in step_plan.replicas for batch in replica.micro_batches]
+    return [item for batch in batches for sample in batch.samples for item in sample.items]
 
 
 def check_copies(held: list, shards: dist.ProcessGroup) -> None:

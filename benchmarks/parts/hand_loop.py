@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.parts.masters import MasterAdamW
 from omni_ds.engine.executor import StepInput
 from omni_ds.engine.runtime import Runtime
 
@@ -17,12 +18,7 @@ class HandLoop:
     def __init__(self, runtime: Runtime, step: StepInput):
         self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
         modules = [self.llm, *self.encoders.values()]
-        self.parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
-        self.masters = [p.detach().float().clone() for p in self.parameters]
-        for master in self.masters:
-            master.grad = torch.zeros_like(master)
-        on_gpu = runtime.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=on_gpu)
+        self.optimizer = MasterAdamW(p for module in modules for p in module.parameters())
         self.media = {}  # by sample; they lie by window and encoder in the step
         for window in step.plan.replicas[0].windows:
             found = {name: iter(values) for name, values in step.media.get(window.index, {}).items()}
@@ -58,18 +54,5 @@ class HandLoop:
                 batch = replace(batch, feature_positions=at.to(rows.device), features=rows)
             losses, _ = self.llm(batch, None)
             (losses.sum() / step.target_tokens).backward()
-            with torch.no_grad():
-                used = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
-                torch._foreach_add_(
-                    [self.masters[i].grad for i in used], [self.parameters[i].grad for i in used]
-                )
-                for i in used:
-                    self.parameters[i].grad = None
-        with torch.no_grad():
-            gradients = [master.grad for master in self.masters]
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
-            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step()
-            torch._foreach_copy_(self.parameters, self.masters)
-            for gradient in gradients:
-                gradient.zero_()
+            self.optimizer.accumulate()
+        self.optimizer.step()

@@ -152,8 +152,11 @@ def run_packed(layer: nn.Module, hidden: Tensor, packing: Packing) -> Tensor:
 
     DINOv2's layers before transformers 5.20 take no mask; their attention module is told directly.
     """
-    if "attention_mask" in inspect.signature(type(layer).forward).parameters:
+    parameters = inspect.signature(type(layer).forward).parameters
+    if "attention_mask" in parameters:
         return layer(hidden, packing)
+    if "cu_seqlens" in parameters:  # Qwen's audio towers, whose attention modules take a Packing for it here
+        return layer(hidden, cu_seqlens=packing)[0]
     attention = next(module for module in layer.modules() if hasattr(module, "is_causal"))
     attention.packing = packing
     return layer(hidden)

@@ -37,7 +37,7 @@ class QwenAudioEncoder(Encoder):
         tower, weight = self.tower, self.tower.conv1.weight
         clips = [value.to(weight.device, weight.dtype) for value in values]
         segments = [self.meta.measure(clip.shape[1:])[0][0] for clip in clips]
-        hidden = embed_windows(tower, clips, segments, self.meta.window)
+        hidden = embed_windows(tower, clips, segments, self.meta.window, tower.embed_positions)
         hidden = self.run_layers(tower.layers, hidden, segments)
         whole = torch.cat([clip[: len(clip) // 2 * 2] for clip in hidden.split(segments)])
         pooled = tower.avg_pooler(whole.T).T  # pairs do not cross clips: each has an even number of tokens

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL on packed images and videos.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni on packed images and videos.
 
 Tokens of an image stand block by block, a block being the ``factor`` x ``factor`` patches of one feature row:
 HF's order, in which the merger joins neighbours. In Qwen2.5-VL the blocks are put in the order of their
@@ -76,14 +76,13 @@ class QwenVisionEncoder(Encoder):
     factor``, frames of ``temporal``. HF's merger projects."""
 
     meta: QwenVisionMeta
+    taps: tuple[int, ...] = ()  # layers whose output is a feature too
 
     def __init__(self, meta: QwenVisionMeta, config: PreTrainedConfig, recompute: bool = False):
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
-        tower = _tower_class(config)._from_config(config)
-        merger = tower.merger
-        del tower.merger
-        super().__init__(meta, tower, recompute, merger)
+        tower = self._tower(config)
+        super().__init__(meta, tower, recompute, self._take_projector(tower))
         # Not a buffer: casts to bf16 must not touch it.
         self.frequencies = tower.rotary_pos_emb.inv_freq.detach().clone()
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
@@ -91,14 +90,24 @@ class QwenVisionEncoder(Encoder):
             block.attn.forward = partial(_attend, block.attn)
             fuse_decoder(block)
 
+    def _tower(self, config: PreTrainedConfig) -> PreTrainedModel:
+        return _tower_class(config)._from_config(config)
+
+    def _take_projector(self, tower: PreTrainedModel) -> nn.Module:
+        """What makes feature rows of tokens; it leaves the tower."""
+        merger = tower.merger
+        del tower.merger
+        return merger
+
     def features(self, values: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         meta, device = self.meta, values[0].device
         grids = [(value.shape[-2] // meta.patch, value.shape[-1] // meta.patch) for value in values]
-        orders = [
-            image_order(*grid, meta.factor, meta.window_side)
+        frames = [  # of images and of steps of videos
+            grid
             for value, grid in zip(values, grids, strict=True)
             for _ in range(value.shape[1] // meta.temporal if value.dim() == 4 else 1)
         ]
+        orders = [image_order(*grid, meta.factor, meta.window_side) for grid in frames]
         lengths = [len(order.order) for order in orders]
         patches = torch.cat([patches_of(v, meta.patch, meta.factor, meta.temporal) for v in values])
         order, places = (
@@ -108,6 +117,7 @@ class QwenVisionEncoder(Encoder):
         hidden = self._run_blocks(
             patches.index_select(0, order),
             torch.cat([each.at for each in orders]),
+            torch.tensor(frames).repeat_interleave(torch.tensor(lengths), dim=0),
             Packing.of(lengths, device),
             Packing.of([n for each in orders for n in each.windows], device),
         )
@@ -116,7 +126,8 @@ class QwenVisionEncoder(Encoder):
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:
         meta, device = self.meta, value.device
         height, width = part.shape or value.shape[1:]
-        whole = image_order(height // meta.patch, width // meta.patch, meta.factor, meta.window_side)
+        grid = height // meta.patch, width // meta.patch
+        whole = image_order(*grid, meta.factor, meta.window_side)
         here = slice(part.bounds[part.index], part.bounds[part.index + 1])
         # Slices are whole bands of windows: what stands here are the tokens from here.start on, and cropped
         # pixels begin with them.
@@ -127,14 +138,18 @@ class QwenVisionEncoder(Encoder):
         hidden = self._run_blocks(
             patches.index_select(0, on_device(order, device)),
             whole.at[here],
+            torch.tensor([grid]).expand(len(order), -1),
             replace(Packing.of([len(whole.order)], device), ulysses=ulysses),
             replace(Packing.of(whole.windows, device), ulysses=ulysses),
         )
         return hidden.index_select(0, on_device(order.argsort(), device)), (1, len(order))
 
-    def _run_blocks(self, patches: Tensor, at: Tensor, whole: Packing, windows: Packing) -> Tensor:
-        """Patches in the order of places, with their rows and columns -> tower tokens [T, C]."""
-        hidden, rotary = self.tower.patch_embed(patches), self._rotary(at, patches.device)
+    def _run_blocks(
+        self, patches: Tensor, at: Tensor, grid: Tensor, whole: Packing, windows: Packing
+    ) -> Tensor:
+        """Patches in the order of places, with their rows and columns and those of their image's grid, each
+        [T, 2] -> tower tokens [T, C], and behind them those of the layers in ``taps``."""
+        hidden, rotary, tapped = self._embed(patches, at, grid), self._rotary(at, patches.device), []
         for index, block in enumerate(self.tower.blocks):
             packing = whole if index in self.full else windows
             if self.recompute and torch.is_grad_enabled():
@@ -143,7 +158,13 @@ class QwenVisionEncoder(Encoder):
                 )
             else:
                 hidden = _run(block, hidden, packing, rotary)
-        return hidden
+            if index in self.taps:
+                tapped.append(hidden)
+        return torch.cat([hidden, *tapped], dim=1) if tapped else hidden
+
+    def _embed(self, patches: Tensor, at: Tensor, grid: Tensor) -> Tensor:
+        """Tower tokens [T, C] before the first layer."""
+        return self.tower.patch_embed(patches)
 
     def project(self, features: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
         return self.projector(features)
@@ -158,7 +179,12 @@ class QwenVisionEncoder(Encoder):
 
 
 def _tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    if not has_windows(config.model_type):  # AutoModel does not know Qwen2-VL's
+    # AutoModel does not know all of them.
+    if config.model_type.startswith("qwen2_5_omni"):
+        from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
+
+        return Qwen2_5OmniVisionEncoder
+    if not has_windows(config.model_type):
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
         return Qwen2VisionTransformerPretrainedModel
@@ -189,8 +215,11 @@ def _attend(
 ) -> Tensor:
     """The ``forward`` of HF's vision attention on hidden states [T, C], with a Packing in the place of
     ``cu_seqlens``."""
-    projected = attention.qkv(hidden_states).unflatten(1, (3, attention.num_heads, -1))
-    query, key, value = projected.unbind(1)  # [T, heads, head size]
+    if hasattr(attention, "qkv"):
+        projected = attention.qkv(hidden_states).chunk(3, dim=1)
+    else:
+        projected = [project(hidden_states) for project in (attention.q, attention.k, attention.v)]
+    query, key, value = (x.unflatten(1, (attention.num_heads, -1)) for x in projected)  # [T, heads, size]
     query, key = rotated(query, key, *position_embeddings)
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
     out, _ = omni_attention(attention, *heads, cu_seqlens)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.encoders.base import Encoder
+from models.encoders.base import Encoder, ItemSlice
 from models.encoders.gemma3 import Gemma3VisionEncoder
 from models.encoders.internvl import InternVLEncoder
 from models.encoders.naflex import NaflexEncoder
+from models.encoders.omni_audio import Qwen3OmniAudioEncoder, Qwen25OmniAudioEncoder
 from models.encoders.onevision import OneVisionEncoder
+from models.encoders.qwen3_vision import Qwen3VisionEncoder
 from models.encoders.qwen_audio import QwenAudioEncoder
 from models.encoders.qwen_vision import QwenVisionEncoder
 from models.encoders.vit import VitEncoder
@@ -29,11 +31,16 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "vit": VitEncoder,
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
+    "qwen3_vision": Qwen3VisionEncoder,
     "qwen_audio": QwenAudioEncoder,
+    "omni_audio": Qwen25OmniAudioEncoder,
     "onevision": OneVisionEncoder,
     "internvl": InternVLEncoder,
 }
-_BY_TYPE: dict[str, type[Encoder]] = {NAFLEX: NaflexEncoder}
+_BY_TYPE: dict[str, type[Encoder]] = {
+    NAFLEX: NaflexEncoder,
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniAudioEncoder,
+}
 _BY_META: dict[type[EncoderMeta], type[Encoder]] = {
     Gemma3VisionMeta: Gemma3VisionEncoder,
     VoxtralMeta: VoxtralEncoder,
@@ -56,12 +63,15 @@ def build_encoder(
 
 
 class RuntimeEncoders(nn.Module):
-    """All encoders of a composition; its parameter names are the global ones (``encoders.<name>....``)."""
+    """All encoders of a composition; its parameter names are the global ones (``encoders.<name>....``).
 
-    def __init__(self, encoders: Mapping[str, Encoder], llm_hidden: int):
+    ``width``: of a feature row (Plan.row_width); rows of an encoder with fewer levels end in zeros.
+    """
+
+    def __init__(self, encoders: Mapping[str, Encoder], width: int):
         super().__init__()
         self.encoders = nn.ModuleDict(encoders)
-        self.llm_hidden = llm_hidden
+        self.width = width
 
     def hf_names(self) -> dict[str, str]:
         return {name: name for name, _ in self.named_parameters()}
@@ -86,22 +96,30 @@ class RuntimeEncoders(nn.Module):
         minimal: Sequence[str] = (),
         shapes: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Tensor:
-        """Feature rows [rows, H] of all items, encoders in config order, so that one tensor leaves the
+        """Feature rows [rows, width] of all items, encoders in config order, so that one tensor leaves the
         engine.
 
         shapes: of the items, as in ``Encoder.forward``. An encoder named in ``minimal`` that has no items
         runs its smallest item and adds no row: its parameters still enter forward and backward, with zero
-        gradient. Without any work the result is [0, H].
+        gradient. Without any work the result is [0, width].
         """
         outputs = []
         for name, encoder in self.encoders.items():
             if values := batches.get(name):
-                outputs.append(encoder(values, None if shapes is None else shapes[name]))
+                outputs.append(self._padded(encoder(values, None if shapes is None else shapes[name])))
             elif name in minimal:
                 parameter = next(encoder.projector.parameters())
                 least = encoder.minimal_values(parameter.device, parameter.dtype)
-                outputs.append(encoder(least, [encoder.meta.minimal_shape()])[:0])
+                outputs.append(self._padded(encoder(least, [encoder.meta.minimal_shape()])[:0]))
         if outputs:
             return torch.cat(outputs)
         parameter = next(self.parameters())
-        return torch.empty(0, self.llm_hidden, device=parameter.device, dtype=parameter.dtype)
+        return torch.empty(0, self.width, device=parameter.device, dtype=parameter.dtype)
+
+    def forward_slice(self, name: str, value: Tensor, part: ItemSlice) -> Tensor:
+        """Feature rows [rows of the slice, width] (:meth:`Encoder.forward_slice`)."""
+        return self._padded(self.encoders[name].forward_slice(value, part))
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = self.width - rows.shape[1]
+        return nn.functional.pad(rows, (0, missing)) if missing else rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -71,14 +71,20 @@ class WhisperEncoder(Encoder):
             windows.extend(cut)
             tokens.append(sum((window.shape[1] + 1) // 2 for window in cut))
         segments = [(window.shape[1] + 1) // 2 for window in windows]
-        hidden = embed_windows(self.tower, windows, segments, self.meta.window)
+        hidden = embed_windows(self.tower, windows, segments, self.meta.window, self.tower.embed_positions)
         hidden = self.run_layers(self.tower.layers, hidden, segments)
         return self.tower.layer_norm(hidden), [(1, n) for n in tokens]
 
 
-def embed_windows(tower: nn.Module, windows: Sequence[Tensor], segments: Sequence[int], limit: int) -> Tensor:
+def embed_windows(
+    tower: nn.Module,
+    windows: Sequence[Tensor],
+    segments: Sequence[int],
+    limit: int,
+    positions: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Windows [mels, n] -> packed tokens [sum of segments, C], positions added: the first ``segments`` of
-    each window's.
+    each window's. positions: int64 [n] -> embeddings [n, C].
 
     All windows lie on one time axis, one or two frames of zeros between them, each starting at an even
     frame: every module is called once, whatever the lengths (under ZeRO-3 a call is a collective), and
@@ -95,5 +101,4 @@ def embed_windows(tower: nn.Module, windows: Sequence[Tensor], segments: Sequenc
     within = [torch.arange(n) for n in segments]
     starts = [0, *itertools.accumulate(span // 2 for span in spans)]
     rows = torch.cat([start + steps for start, steps in zip(starts, within, strict=False)])
-    positions = tower.embed_positions(on_device(torch.cat(within), device))
-    return hidden.index_select(0, on_device(rows, device)) + positions
+    return hidden.index_select(0, on_device(rows, device)) + positions(on_device(torch.cat(within), device))

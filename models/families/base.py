@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from omni_ds.plan.clock import Clock
+
 Section = dict[str, Any]
 
 
@@ -31,15 +33,21 @@ class ModelFamily:
     (config, tokenizer) -> what the chat template writes for a medium -> what HF's processor makes of it, with
     one placeholder; nothing where the template writes the placeholder itself. spelled: (config, tokenizer) ->
     modality -> (`data.planned.Planned`) -> text for the placeholder of a medium whose feature rows come in
-    several equal runs, with a placeholder for each. unused: prefix of a tensor's name in the class, or in the
-    checkpoint where the class has no such tensor -> why nothing is made of it.
+    several equal runs, with a placeholder for each. inside: key of a larger model's config.json that holds
+    the config of this one. unused: prefix of a tensor's name in the class, or in the checkpoint where the
+    class has no such tensor -> why nothing is made of it. files: of a checkpoint, which look like weights,
+    but are not: an export has them. clock: config -> how positions count the time of videos that may have
+    sound.
     """
 
     model_class: str
     sections: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
     towers: Callable[[PreTrainedConfig], dict[str, Section]] = no_sections
     grid_positions: bool = False
+    inside: str = ""
     blocks: bool = False
     written: Callable[[PreTrainedConfig, Any], dict[str, str]] = as_written
     spelled: Callable[[PreTrainedConfig, Any], dict[str, Callable[[Any], str]]] = as_written
     unused: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    clock: Callable[[PreTrainedConfig], Clock] | None = None

@@ -43,7 +43,7 @@ def finish_model_export(
     try:
         clear_leftovers(out_dir, keep={file for manifest in manifests for file, _ in manifest})
         place_shards(staging, manifests, lambda name: name)
-        for path in side_files(model.path):
+        for path in side_files(model.path, model.family.files):
             shutil.copyfile(path, staging / path.name)
         _apply_changes(staging, config)
         publish(out_dir)

@@ -38,7 +38,7 @@ class EngineState:
 
     Attributes:
         name: file prefix, ``llm`` or ``encoders``.
-        optimizer: the DeepSpeed optimizer.
+        optimizer: DeepSpeed's, or torch's own with ZeRO-0.
         held: its parameters on this rank.
         refresh: copies loaded fp32 weights into the model.
         owned: parts that this rank writes; None where no other rank holds copies.

@@ -34,7 +34,7 @@ class EvalSet(SourceConfig):
 
     metric: Literal["loss", "exact_match", "wer"] = "loss"
     """loss, or exact_match: the share of samples whose every target token is the argmax (what greedy decoding
-    would have produced); loss is reported with it."""
+    would have produced); loss is reported with it. wer is not supported yet."""
 
 
 def _as_list(value: Any) -> Any:
@@ -61,6 +61,9 @@ class DataConfig(Section):
     """Passed to the template, for example `{"enable_thinking": false}`."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens are targets: those of every assistant message, of the last one, or all."""
+    use_audio_in_video: bool = False
+    """Video: the sound of a file goes to the audio encoder, and its features stand among those of the frames.
+    For models made for it (Qwen2.5-Omni, Qwen3-Omni)."""
     max_length: PositiveInt = 2048
     """Longest sample in tokens, media included. A longer one cannot be used (see `on_error`)."""
     max_tokens_per_micro_batch: PositiveInt = 8192

@@ -74,6 +74,8 @@ def resolve(config: Config, world_size: int, dataset_rows: int | None, *, has_cu
     values["fp16"]["enabled"] = False
     if values["bf16"]["enabled"]:
         values["data_types"].setdefault("grad_accum_dtype", "fp32")
+    elif config.data_types.grad_accum_dtype == "bf16":  # bf16 was "auto", and there is no GPU
+        values["data_types"]["grad_accum_dtype"] = "fp32"
     for monitor in ("tensorboard", "csv_monitor"):
         values[monitor]["output_path"] = (
             values[monitor]["output_path"] or f"{config.omni.output_dir}/{monitor}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omni_ds.config.root import Config
 
 _REDUCES = {"pixel_shuffle": "image", "frame_stack": "audio"}
-_ON_GPU = ("fusedadam", "lamb", "lion")  # DeepSpeed's kernels
+_ON_GPU = ("fusedadam", "lamb", "fusedlamb", "lion")  # DeepSpeed's kernels
 _PROCESSOR_KEYS = {
     "max_seconds": "audio",
     "pad_to_window": "audio",

@@ -37,8 +37,8 @@ class SchemaTree:
         return None
 
     def resolve(self, location: Sequence[str | int]) -> tuple[Path, Node]:
-        """The longest part of `location` that exists, with its node (the rest names alternatives of a "
-        "type)."""
+        """The longest part of `location` that exists, with its node (the rest names alternatives of a
+        type)."""
         path: Path = ()
         node = self.root
         for key in location:

@@ -56,8 +56,8 @@ class EmulatedLLM:
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup):
         self._plan, self._rank, self._group = plan, rank, group
-        self._first = plan.mesh.coords(rank).pipe == 0
-        self._last = plan.mesh.coords(rank).pipe == plan.mesh.pipe - 1
+        self._stage = plan.mesh.coords(rank).pipe
+        self._first, self._last = self._stage == 0, self._stage == plan.mesh.pipe - 1
         self._action: Action | None = None
         self._live: dict[int, tuple[Tensor | None, PackedBatch]] = {}
 
@@ -75,14 +75,11 @@ class EmulatedLLM:
 
     def forward(self, batch: PackedBatch, hidden: Tensor | None) -> tuple[Tensor, None]:
         index = self._action.index
-        expected = self._expected[index]
-        if self._first:
-            if batch.features is not None:
-                _check(batch.features, expected[batch.feature_positions], self._action)
-            output = expected.expand(-1, self._plan.llm.hidden).contiguous()
-        else:
-            _check(hidden, expected, self._action)
-            output = hidden.detach()
+        if not self._first:
+            _check(hidden, self._message(batch, self._stage), self._action)
+        elif batch.features is not None:
+            _check(batch.features, self._expected[index][batch.feature_positions], self._action)
+        output = None if self._last else self._wide(self._message(batch, self._stage + 1))
         self._live[index] = (hidden, batch)
         self._sleep()
         return torch.zeros(len(batch.target_ids)) if self._last else output, None
@@ -90,14 +87,22 @@ class EmulatedLLM:
     def backward(self, output: Tensor, gradient: Tensor | None, auxiliary: None = None) -> None:
         index = self._action.index
         hidden, batch = self._live.pop(index)
-        if gradient is None:
-            gradient = -self._expected[index].expand(-1, self._plan.llm.hidden)
-        _check(gradient, -self._expected[index], self._action)
+        if gradient is not None:
+            _check(gradient, -self._message(batch, self._stage + 1), self._action)
         if hidden is not None:
-            hidden.grad = gradient.contiguous()
+            hidden.grad = self._wide(-self._message(batch, self._stage))
         if batch.features is not None and batch.features.requires_grad:
-            batch.features.grad = gradient[batch.feature_positions]
+            rows = -self._expected[index][batch.feature_positions]
+            batch.features.grad = rows.expand(-1, self._plan.row_width).contiguous()
         self._sleep()
+
+    def _message(self, batch: PackedBatch, stage: int) -> Tensor:
+        """[tokens + levels * feature rows, 1]: what goes into a stage (`PackedBatch.media_positions`)."""
+        expected, levels = self._expected[self._action.index], self._plan.levels_into(stage)
+        return torch.cat([expected, *[expected[batch.media_positions]] * levels]) if levels else expected
+
+    def _wide(self, values: Tensor) -> Tensor:
+        return values.expand(-1, self._plan.llm.hidden).contiguous()
 
     def _sleep(self) -> None:
         time.sleep(self._duration(self._rank, self._action) / 1e9)
@@ -156,7 +161,7 @@ class EmulatedEncoders:
         keep_graph: bool,
         shapes: Mapping[str, Sequence[Sequence[int]]],
     ) -> Tensor:
-        output = self._tags[window].expand(-1, self._plan.llm.hidden).contiguous()
+        output = self._tags[window].expand(-1, self._plan.row_width).contiguous()
         self._live[window] = output
         time.sleep(self._duration(self._rank, Action.parse(f"EF{window}")) / 1e9)
         return output
@@ -166,7 +171,7 @@ class EmulatedEncoders:
     ) -> Tensor:
         """Its time is part of the window's."""
         dist.barrier(group=part.group)
-        output = self._tags[key].expand(-1, self._plan.llm.hidden).contiguous()
+        output = self._tags[key].expand(-1, self._plan.row_width).contiguous()
         self._live[key] = output
         return output
 

@@ -37,7 +37,7 @@ class EncoderEngine:
         trainable: encoders with trainable parameters, or None.
         frozen: fully frozen encoders, or None.
         engine: the DeepSpeed engine that wraps ``trainable``, or None with it.
-        hidden_size: width of a feature row (the LLM's hidden size).
+        width: of a feature row (Plan.row_width).
         zero_stage: of the encoder engine.
         dtype, device: of inputs and features.
         ranks: that share the encoders.
@@ -51,7 +51,7 @@ class EncoderEngine:
         trainable: RuntimeEncoders | None,
         frozen: RuntimeEncoders | None,
         engine: DeepSpeedEngine | None,
-        hidden_size: int,
+        width: int,
         zero_stage: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -63,7 +63,7 @@ class EncoderEngine:
         self._order = tuple(order)
         self._modules = {"trainable": trainable, "frozen": frozen}
         self.engine = engine
-        self._hidden_size = hidden_size
+        self._width = width
         self._zero_stage = zero_stage
         self._dtype, self._device = dtype, device
         self._live: dict[Hashable, _LiveWindow] = {}
@@ -112,7 +112,7 @@ class EncoderEngine:
             shapes: of the share's items by encoder, as planned.
 
         Returns:
-            [rows, hidden_size] in config order of encoders, without a graph.
+            [rows, width] in config order of encoders, without a graph.
         """
         media = {
             name: [value.to(self._device, non_blocking=True).to(self._dtype) for value in values]
@@ -128,7 +128,7 @@ class EncoderEngine:
                 self._live[window] = _LiveWindow(output, _row_index(self._order, rows, names, self._device))
         present = [blocks[name] for name in self._order if name in blocks]
         if not present:
-            return torch.zeros((0, self._hidden_size), dtype=self._dtype, device=self._device)
+            return torch.zeros((0, self._width), dtype=self._dtype, device=self._device)
         return torch.cat(present)
 
     def _run_frozen(
@@ -179,13 +179,14 @@ class EncoderEngine:
             value: the item, or what ``part`` needs of it.
 
         Returns:
-            [rows of the slice, hidden_size], without a graph.
+            [rows of the slice, width], without a graph.
         """
-        trains = any(name in module.encoders for module in [self._modules["trainable"]] if module is not None)
-        module = self._modules["trainable" if trains else "frozen"]
+        trainable = self._modules["trainable"]
+        trains = trainable is not None and name in trainable.encoders
+        module = trainable if trains else self._modules["frozen"]
         value = value.to(self._device, non_blocking=True).to(self._dtype)
         with self.ranks.active(), torch.set_grad_enabled(keep_graph and trains):
-            output = module.encoders[name].forward_slice(value, part)
+            output = module.forward_slice(name, value, part)
         if keep_graph and trains:
             every_row = torch.arange(output.shape[0], device=self._device)
             self._live[key] = _LiveWindow(output, every_row)
@@ -195,7 +196,7 @@ class EncoderEngine:
         """Accumulate parameter gradients of a window, or of the slice of that key.
 
         Args:
-            gradient: [rows, hidden_size] of the window output, already scaled so that the mean over the
+            gradient: [rows, width] of the window output, already scaled so that the mean over the
                 engine's ranks is the sum we want.
         """
         live = self._live.pop(window, None)
@@ -231,18 +232,13 @@ class EncoderEngine:
             return
         with self.ranks.active():
             self._begin_accumulation()
-            if self._zero_stage != 3:
-                self._fill_missing_gradients()
+            # For encoders that this rank had no media for.
+            self.adapter.fill_missing(p for p in self.engine.module.parameters() if p.requires_grad)
             self._accumulation.close()  # with coalescing, this is where DeepSpeed reduces
             self._accumulation = None
             if isinstance(self.engine.optimizer, BF16_Optimizer):
                 self.engine.set_gradient_accumulation_boundary(True)
                 self.engine.allreduce_gradients()
-
-    def _fill_missing_gradients(self) -> None:
-        """Zeros for encoders this rank had no media for: every rank must reduce the same tensors."""
-        parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
 
     def squared_norm(self) -> Tensor:
         """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""

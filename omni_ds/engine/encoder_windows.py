@@ -32,7 +32,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Rows or their gradients. whole: [rows, hidden] of the items encoded here alone; slices: [rows, hidden]
+    """Rows or their gradients. whole: [rows, width] of the items encoded here alone; slices: [rows, width]
     of each slice, in the order of :meth:`EncoderWindows.slices`."""
 
     whole: Tensor
@@ -72,24 +72,28 @@ class EncoderWindows:
                 rank,
                 features,
                 gradients,
-                plan.llm.hidden,
+                plan.row_width,
                 dtype,
                 device,
             )
             for data in (mine, *step.plan.hosted(rank))
         }
         self.own = self._reshards[mine]
+        self._slices: dict[int, list[_Slice]] = {}
         # (replica, window) -> its output on this rank and how many messages of it are still to be sent.
         self._outputs: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
     def slices(self, window: int) -> list[_Slice]:
         """Slices of this rank, in an order that all ranks of a gang have in common."""
-        found = [
-            _Slice(data, place, placed.item)
-            for data, share in self._shares(window)
-            for place, placed in enumerate(share.slices)
-        ]
-        return sorted(found, key=lambda one: (one.data, one.item.row, one.item.ordinal))
+        if window not in self._slices:
+            found = [
+                _Slice(data, place, placed.item)
+                for data, share in self._shares(window)
+                for place, placed in enumerate(share.slices)
+            ]
+            found.sort(key=lambda one: (one.data, one.item.row, one.item.ordinal))
+            self._slices[window] = found
+        return self._slices[window]
 
     def forward(self, window: int, keep_graph: bool) -> WindowRows:
         """Encode this rank's share: EF. A collective of the gangs it has slices with."""

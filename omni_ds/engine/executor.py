@@ -225,8 +225,10 @@ class StepExecutor:
         self._result.compute.append((action, time.perf_counter_ns() - self._began))
 
     def _post(self, channel: Channel, action: Action) -> None:
-        shape = (self._input.batches[action.index].tokens, self._plan.llm.hidden)
-        channel.post(action.index, shape, self._llm.dtype, action.peer)
+        """A message into this stage, or the gradient of one that left it."""
+        levels = self._plan.levels_into(self._stage + (action.kind is Kind.RECV_B))
+        rows = self._input.batches[action.index].message_rows(levels)
+        channel.post(action.index, (rows, self._plan.llm.hidden), self._llm.dtype, action.peer)
 
     def _forward(self, action: Action) -> None:
         index = action.index

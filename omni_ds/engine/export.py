@@ -1,6 +1,6 @@
 """Write the trained model as an HF folder, each rank its own share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.originals import Originals
 from omni_ds.checkpoint.copies import in_first_shards
 from omni_ds.checkpoint.export import ExportParts, ShardWriter, check_export_target, finish_export
 from omni_ds.checkpoint.export_model import finish_model_export, write_unused
@@ -52,13 +53,13 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
         originals=runtime.frozen_originals,
         wanted=in_first_shards(runtime.plan.mesh, runtime.rank),
     )
-    names_of = _own_name if model is None else model.original_names
-    problem = _write(writer, parameters, names_of)
+    tensors_of = _as_it_is if model is None else Originals(model)
+    problem = _write(writer, parameters, tensors_of)
     with runtime.encoders.ranks.active():
         parameters = full_parameters(
             runtime.encoder_parameters(), originals=runtime.frozen_originals, wanted=runtime.rank == 0
         )
-        problem = _write(writer, parameters, names_of) or problem
+        problem = _write(writer, parameters, tensors_of) or problem
     if model is not None and runtime.rank == 0 and problem is None:
         try:
             write_unused(writer, model, encoder_names(runtime.encoders.encoders()))
@@ -82,25 +83,25 @@ def export_model(out_dir: str, config: Config, composition: Composition, runtime
     )
 
 
-def _own_name(name: str) -> tuple[str, ...]:
-    return (name,)
+def _as_it_is(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    return ((name, tensor),)
 
 
 def _write(
     writer: ShardWriter,
     parameters: Iterator[tuple[str, Tensor]],
-    names_of: Callable[[str], tuple[str, ...]],
+    tensors_of: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]],
 ) -> UserError | None:
     """Go through ``parameters``, which is collective, to its end; returns what went wrong on the way.
 
-    names_of: global name -> the names to write a parameter under.
+    tensors_of: a parameter by its global name -> what to write, by name.
     """
     problem = None
     for name, tensor in parameters:
         if problem is None:
             try:
-                for written in names_of(name):
-                    writer.add(written, tensor)
+                for written, value in tensors_of(name, tensor):
+                    writer.add(written, value)
             except UserError as error:
                 problem = error
     return problem

@@ -89,9 +89,8 @@ class OmniPipelineEngine(PipelineEngine):
         self._exec_reduce_grads()
 
     def _fill_missing_gradients(self) -> None:
-        """Zeros where a replica had only empty micro-batches: every rank must reduce the same tensors."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.adapter.fill([p for p in parameters if self.adapter.gradient(p) is None])
+        """A replica may have had only empty micro-batches."""
+        self.adapter.fill_missing(p for p in self.module.parameters() if p.requires_grad)
 
     def squared_norm(self) -> Tensor:
         return self.adapter.squared_norm()

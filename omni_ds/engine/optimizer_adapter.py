@@ -6,7 +6,7 @@ the step and put the joint norm in.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from omni_ds.parallel.expert import expert_gradient_norms, is_expert
@@ -51,15 +52,30 @@ class OptimizerAdapter(Protocol):
         """What was accumulated for ``parameter`` in this step and is still to be reduced; None if nothing."""
         ...
 
-    def fill(self, parameters: Sequence[Parameter]) -> None:
-        """Make the gradients of ``parameters``, for which nothing was accumulated, zeros."""
+    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
+        """Zeros for those of ``parameters`` for which nothing was accumulated: every rank must reduce the
+        same tensors."""
         ...
 
 
 def _squared(norm: Tensor | float) -> Tensor:
     # DeepSpeed reports a non-finite norm as -1.
-    value = torch.as_tensor(norm).double().cpu()
+    value = torch.as_tensor(norm, device=get_accelerator().current_device_name()).double()
     return torch.where(value >= 0, value**2, torch.full_like(value, math.inf))
+
+
+def _squared_norm(
+    gradients: list[Tensor], norms: list[Tensor], device: torch.device, group: ProcessGroup | None
+) -> Tensor:
+    """Of ``gradients`` and of others whose ``norms`` are known, summed over ``group``; float64 on the CPU."""
+    norms = [*(torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()), *norms]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if norms:  # a stage whose only parameters are counted elsewhere still joins the reduction
+        total += torch.stack([norm.reshape(()) for norm in norms]).double().square().sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    total = total.cpu()
+    return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
 
 
 class _Sharded:
@@ -79,7 +95,6 @@ class _Sharded:
             squared = _squared(optimizer.scaled_global_norm())
         finally:
             optimizer.__dict__.pop(name)
-        squared = squared.to(get_accelerator().current_device_name())
         optimizer._model_parallel_all_reduce(tensor=squared, op=dist.ReduceOp.SUM)
         return squared.cpu()
 
@@ -122,8 +137,10 @@ class _Sharded:
     def gradient(self, parameter: Parameter) -> Tensor | None:
         return self._optimizer.get_gradient_for_reduction(parameter)
 
-    def fill(self, parameters: Sequence[Parameter]) -> None:
+    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
+            if self.gradient(parameter) is not None:
+                continue
             if self._optimizer.use_grad_accum_attribute:
                 dtype = self._optimizer.gradient_accumulation_dtype
                 parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)
@@ -145,7 +162,7 @@ class _Stage3(_Sharded):
         self._optimizer.grad_partitions_flat_buffer.zero_()
 
     def squared_norm(self) -> Tensor:
-        return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups()))
+        return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups())).cpu()
 
     def _norm_result(self, norm: float):
         value = torch.tensor(norm, dtype=torch.float32, device=self._optimizer.device)
@@ -161,11 +178,8 @@ class _Stage3(_Sharded):
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
-    def gradient(self, parameter: Parameter) -> Tensor | None:
-        return None  # every backward of ZeRO-3 is planned on every rank, and reduces
-
-    def fill(self, parameters: Sequence[Parameter]) -> None:
-        raise NotImplementedError
+    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
+        pass  # every backward of ZeRO-3 is planned on every rank, and reduces
 
 
 class _Bf16:
@@ -178,21 +192,27 @@ class _Bf16:
             for number, group in enumerate(optimizer.bf16_groups)
             for position, parameter in enumerate(group)
         }
+        if optimizer.autoep_folding_tp_group is None:
+            optimizer._update_hp_grad = self._accumulate
+
+    def _accumulate(self, parameter: Parameter, group: int, position: int, clear: bool) -> None:
+        """DeepSpeed's own, which makes an fp32 copy of every gradient first."""
+        if parameter.grad is None:
+            return
+        total = self._optimizer.fp32_groups_gradients[group][position]
+        total.add_(parameter.grad.view(total.shape))
+        parameter._hp_grad = total
+        self._optimizer.fp32_groups_has_gradients[group][position] = True
+        if clear:
+            parameter.grad.zero_()
 
     def squared_norm(self) -> Tensor:
         gradients, experts = self._optimizer.get_grads_for_norm()
         norms = expert_gradient_norms(experts)
-        if bwc_tensor_model_parallel_rank(self._optimizer.mpu) == 0:
-            gradients = [*gradients, *norms]
-        total = torch.zeros(
-            (), dtype=torch.float64, device=self._optimizer.fp32_groups_flat_partition[0].device
-        )
-        if gradients:  # a stage whose only parameters are counted elsewhere still joins the reduction
-            total += torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
-        if self._optimizer.mpu is not None:
-            dist.all_reduce(total, group=self._optimizer.mpu.get_model_parallel_group())
-        total = total.cpu()
-        return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
+        mpu, device = self._optimizer.mpu, self._optimizer.fp32_groups_flat_partition[0].device
+        norms = norms if bwc_tensor_model_parallel_rank(mpu) == 0 else []
+        group = None if mpu is None else mpu.get_model_parallel_group()
+        return _squared_norm(gradients, norms, device, group)
 
     def step(self, norm: float, clip: float) -> None:
         optimizer = self._optimizer
@@ -226,9 +246,11 @@ class _Bf16:
             return None
         return self._optimizer.fp32_groups_gradients[group][position]
 
-    def fill(self, parameters: Sequence[Parameter]) -> None:
-        for parameter in parameters:  # the buffers are zeroed after each step
-            group, position = self._place[id(parameter)]
+    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            if self.gradient(parameter) is not None:
+                continue
+            group, position = self._place[id(parameter)]  # the buffers are zeroed after each step
             self._optimizer.fp32_groups_has_gradients[group][position] = True
             parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]
 
@@ -254,16 +276,9 @@ class _Unsharded:
                 experts.setdefault(p.group_name, []).append(p.grad)
             elif not getattr(p, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(p)):
                 counted.append(p.grad)
-        norms = list(torch._foreach_norm(counted, dtype=torch.float32)) if counted else []
-        over_experts = expert_gradient_norms(experts)  # collective, on every tensor rank
-        norms += [norm.reshape(()) for norm in over_experts if first]
-        device = next(self._parameters()).device
-        total = (
-            torch.stack(norms).double().square().sum() if norms else torch.zeros((), device=device).double()
-        )
-        dist.all_reduce(total, group=self._mpu.get_model_parallel_group())
-        total = total.cpu()
-        return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
+        norms = expert_gradient_norms(experts)  # collective, on every tensor rank
+        device, group = next(self._parameters()).device, self._mpu.get_model_parallel_group()
+        return _squared_norm(counted, norms if first else [], device, group)
 
     @torch.no_grad()
     def step(self, norm: float, clip: float) -> None:
@@ -281,9 +296,10 @@ class _Unsharded:
     def gradient(self, parameter: Parameter) -> Tensor | None:
         return parameter.grad
 
-    def fill(self, parameters: Sequence[Parameter]) -> None:
+    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def adapt(optimizer: object, mpu: object = None) -> OptimizerAdapter:

@@ -93,20 +93,23 @@ class OmniPipelineModule(PipelineModule):
 
         Args:
             batch: the packed micro-batch (ids, positions, segment boundaries), or its shard.
-            hidden: [T, H] from the previous stage; None on the first.
+            hidden: what the previous stage sent; None on the first.
 
         Returns:
-            [T, H] for the next stage, or what the last layer makes of it (losses of the targets); and the
-            router losses of these layers, None without any.
+            Hidden states [T, H] for the next stage, behind them the levels of features that are still to be
+            added (``StageState.message``), or what the last layer makes of it (losses of the targets); and
+            the router losses of these layers, None without any.
         """
-        state: StageState | Tensor = StageState(batch, hidden)
+        state: StageState | Tensor = (
+            StageState(batch) if hidden is None else StageState.received(batch, hidden)
+        )
         last = state
         for block in self._blocks:
             state = block(state)
             if isinstance(state, StageState):
                 last = state
         self.expert_counts.add(last.router_counts)
-        return state.hidden if isinstance(state, StageState) else state, last.auxiliary
+        return state.message() if isinstance(state, StageState) else state, last.auxiliary
 
     def local_layers(self) -> list[nn.Module]:
         """The distinct modules of this stage in order."""

@@ -30,16 +30,12 @@ class LaneRanks(EncoderRanks):
     lane, ``alone`` the tensor ranks of this replica."""
 
     @classmethod
-    def create(cls, mesh: Mesh, groups: ProcessGroups) -> "LaneRanks":
-        """Collective over the world."""
-        if mesh.tensor == 1:
+    def create(cls, mesh: Mesh, groups: ProcessGroups, tensor: ProcessGroup | None) -> "LaneRanks":
+        """Collective over the world. tensor: of LayerGroups."""
+        if tensor is None:
             return cls(groups.stage, groups.alone)
-
-        def among(sets: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-            members = group_of(dist.get_rank(), sets)
-            return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
-
-        return cls(among(mesh.zero_groups()), among(mesh.groups("tensor")))
+        lane = group_of(dist.get_rank(), mesh.zero_groups())
+        return cls(dist.new_group(lane, timeout=TIMEOUT, use_local_synchronization=True), tensor)
 
     def get_model_parallel_world_size(self) -> int:
         return dist.get_world_size(self.alone)
@@ -65,7 +61,6 @@ class PlainEngine:
     """
 
     trainable = True
-    num_stages, stage_id = 1, 0
 
     def __init__(self, module: PlainModule, optimizer: torch.optim.Optimizer, config: dict, ranks: LaneRanks):
         self.module, self._left = module, 0

@@ -21,8 +21,10 @@ from omni_ds.engine.expert_load import ExpertCounts
 from omni_ds.engine.stage_layers import (
     Block,
     Layer,
+    Tensors,
     blocks_of,
     distinct_modules,
+    tensors_of,
     with_tensors,
 )
 
@@ -36,8 +38,6 @@ class PlainModule(nn.Module):
         block: number of consecutive decoder layers that are recomputed together in the backward pass; 0 and
             1: none here.
     """
-
-    num_stages, stage_id = 1, 0
 
     def __init__(self, layers: Sequence[LayerDef], block: int = 0):
         super().__init__()
@@ -64,12 +64,13 @@ class PlainModule(nn.Module):
 
     def forward(self, batch: PackedBatch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """As ``OmniPipelineModule.forward`` of a single stage."""
-        carrier, auxiliary = _Carrier(StageState(batch)), None
-        for block in self.blocks:
-            out = block(hidden, auxiliary, carrier)
-            hidden, auxiliary = out if isinstance(out, tuple) else (out, auxiliary)
+        carrier, tensors = _Carrier(StageState(batch)), (hidden, None, None)
+        *body, head = self.blocks
+        for block in body:
+            tensors = carrier.unpacked(block(*tensors, carrier))
+        losses = head(*tensors, carrier)
         self.expert_counts.add(carrier.state.router_counts)
-        return hidden, auxiliary
+        return losses, tensors[1]
 
     def local_layers(self) -> list[nn.Module]:
         """The distinct modules of the LLM in order."""
@@ -93,10 +94,22 @@ def _build(layers: Sequence[LayerDef]) -> list[Layer]:
 
 
 class _Carrier:
-    """Hands on, beside the tensors, what the layers of a pass prepare for each other."""
+    """Hands on, beside the tensors, what the layers of a pass prepare for each other.
+
+    Tensors leave a module without the gaps of those there are not (DeepSpeed's hooks see its outputs).
+    """
 
     def __init__(self, state: StageState):
-        self.state = state
+        self.state, self._present = state, (True, False, False)
+
+    def packed(self, state: StageState) -> tuple[Tensor, ...]:
+        self.state, tensors = with_tensors(state), tensors_of(state)
+        self._present = tuple(tensor is not None for tensor in tensors)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def unpacked(self, tensors: tuple[Tensor, ...]) -> Tensors:
+        found = iter(tensors)
+        return tuple(next(found) if present else None for present in self._present)
 
 
 class _Gathered(nn.Module):
@@ -121,11 +134,9 @@ class _Gathered(nn.Module):
                 deepspeed.zero.register_external_parameter(self, parameter)
 
     def forward(
-        self, hidden: Tensor | None, auxiliary: Tensor | None, carrier: _Carrier
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states [T, H] (None for the embedding) and router loss -> the same; the head's output."""
-        out = self._block(with_tensors(carrier.state, hidden, auxiliary))
-        if isinstance(out, Tensor):
-            return out
-        carrier.state = with_tensors(out, None, None)
-        return out.hidden if out.auxiliary is None else (out.hidden, out.auxiliary)
+        self, hidden: Tensor | None, auxiliary: Tensor | None, levels: Tensor | None, carrier: _Carrier
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Hidden states [T, H] (None for the embedding), router loss, levels of features -> those of them
+        that there are; the head's output."""
+        out = self._block(with_tensors(carrier.state, hidden, auxiliary, levels))
+        return out if isinstance(out, Tensor) else carrier.packed(out)

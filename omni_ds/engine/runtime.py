@@ -127,8 +127,9 @@ def build_runtime(
             )
             for name, hf_config in composition.encoder_configs.items()
         }
-    ranks = LaneRanks.create(plan.mesh, groups) if isinstance(module, PlainModule) else None
-    sharder = None
+    ranks = sharder = None
+    if isinstance(module, PlainModule):
+        ranks = LaneRanks.create(plan.mesh, groups, layer_groups.tensor)
     if plan.options.llm_zero_stage == 3:
         engine_config = llm_engine_config(config, 1, plan.mesh.data_degree)
         sharder = Sharder(engine_config, ranks, layer_groups.expert_data, dtype, device)
@@ -184,7 +185,7 @@ def _llm_module(
 ) -> OmniPipelineModule | PlainModule:
     interval = config.pipeline.activation_checkpoint_interval
     recompute = recomputes(config) and interval <= 1
-    layers = build_llm_layers(composition.llm_config, recompute=recompute, groups=groups)
+    layers = build_llm_layers(composition.llm_config, recompute=recompute, groups=groups, levels=plan.levels)
     if plan.options.llm_zero_stage >= 2:
         return PlainModule(layers, block=interval)
     return OmniPipelineModule(layers, plan, block=interval)
@@ -219,15 +220,15 @@ def _encoder_engine(
     dtype: torch.dtype,
     device: torch.device,
 ) -> EncoderEngine:
-    hidden = plan.llm.hidden
+    width = plan.row_width
     first_stage = plan.first_stage_only
     ranks = EncoderRanks(groups.stage, groups.alone) if first_stage else EncoderRanks()
     zero_stage = config.omni.encoder_parallel.zero_stage
     trains = {name: any(p.requires_grad for p in encoder.parameters()) for name, encoder in encoders.items()}
     frozen = {name: encoder for name, encoder in encoders.items() if not trains[name]}
     trainable = {name: encoder for name, encoder in encoders.items() if trains[name]}
-    frozen_module = RuntimeEncoders(frozen, hidden).to(device, dtype) if frozen else None
-    trainable_module = RuntimeEncoders(trainable, hidden) if trainable else None
+    frozen_module = RuntimeEncoders(frozen, width).to(device, dtype) if frozen else None
+    trainable_module = RuntimeEncoders(trainable, width) if trainable else None
     engine = None
     if trainable_module is not None:
         trainable_module.to(device)
@@ -248,7 +249,7 @@ def _encoder_engine(
         trainable_module,
         frozen_module,
         engine,
-        hidden,
+        width,
         zero_stage,
         dtype,
         device,

@@ -15,6 +15,7 @@ from models.packed import StageState
 
 # A module, or a function of one: ``functools.partial(forward_fn, module)``, the head of a tied model.
 Layer = Callable[[StageState], StageState | Tensor]
+Tensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def module_of(layer: Layer) -> nn.Module:
@@ -39,17 +40,16 @@ class Block:
             return _run(self.layers, state)
         held = state
 
-        def run(hidden: Tensor, auxiliary: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def run(*tensors: Tensor | None) -> Tensors:
             nonlocal held
-            held = _run(self.layers, with_tensors(held, hidden, auxiliary))
+            held = _run(self.layers, with_tensors(held, *tensors))
             # What the layers prepared for each other serves the next block too; tensors of this graph do not.
-            held, outputs = with_tensors(held, None, None), (held.hidden, held.auxiliary)
+            held, outputs = with_tensors(held), tensors_of(held)
             return outputs
 
-        hidden, auxiliary = checkpoint(
-            run, state.hidden, state.auxiliary, use_reentrant=False, preserve_rng_state=False
+        return with_tensors(
+            held, *checkpoint(run, *tensors_of(state), use_reentrant=False, preserve_rng_state=False)
         )
-        return with_tensors(held, hidden, auxiliary)
 
 
 def blocks_of(layers: Sequence[Layer], size: int) -> list[Block]:
@@ -75,9 +75,19 @@ def blocks_of(layers: Sequence[Layer], size: int) -> list[Block]:
     return blocks
 
 
-def with_tensors(state: StageState, hidden: Tensor | None, auxiliary: Tensor | None) -> StageState:
-    """The state with other hidden states and router loss: what has a gradient."""
-    return replace(state, hidden=hidden, auxiliary=auxiliary)
+def tensors_of(state: StageState) -> Tensors:
+    """What of a state has a gradient: hidden states, router loss, levels."""
+    return state.hidden, state.auxiliary, state.levels
+
+
+def with_tensors(
+    state: StageState,
+    hidden: Tensor | None = None,
+    auxiliary: Tensor | None = None,
+    levels: Tensor | None = None,
+) -> StageState:
+    """The state with others of these."""
+    return replace(state, hidden=hidden, auxiliary=auxiliary, levels=levels)
 
 
 def _run(layers: Sequence[Layer], state: StageState) -> StageState | Tensor:

@@ -1,6 +1,6 @@
 """Expert parallelism with DeepSpeed's AutoEP layer: the layer itself, its groups and its optimizer groups.
 
-A mixture of experts of degree ep holds experts [i * E / ep, (i + 1) * E / ep) on rank i of
+A mixture of experts of degree ep holds experts [i * E / ep, (i + 1) * E / ep) (``even_part``) on rank i of
 ``LayerGroups.expert``; tokens travel to the experts they chose and back. Every rank of a tensor-parallel
 group does the same with the same tokens, in an expert group of its own, so that the gradients of experts and
 router are complete on each of them and no parameter is marked ``tensor_model_parallel``.
@@ -23,21 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omni_ds.parallel.layer_groups import LayerGroups, degree, index
-from omni_ds.plan.llm_meta import check_expert_degree
-from omni_ds.plan.shards import even_bounds
 
 PART_KEY = "part"
+# AutoEP's presets, for blocks of the same shape under another name.
+_PRESETS = {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe"}
 
 
 def expert_group_name(size: int) -> str:
     """DeepSpeed's name of expert groups of ``size`` ranks, in its tables and in optimizer groups."""
     return f"ep_size_{size}"
-
-
-def expert_range(experts: int, groups: LayerGroups) -> tuple[int, int]:
-    """First expert of this rank, and the one after its last."""
-    bounds, place = even_bounds(experts, degree(groups.expert)), index(groups.expert)
-    return bounds[place], bounds[place + 1]
 
 
 def build_expert_layer(block: nn.Module, config: Any, groups: LayerGroups, grouped: bool) -> nn.Module:
@@ -61,16 +55,17 @@ def build_expert_layer(block: nn.Module, config: Any, groups: LayerGroups, group
     holder = nn.Module()
     holder.mlp, holder.config = block, copy.copy(config)
     holder.config.router_z_loss_coef = 0.0  # ours to compute; AutoEP warns that it does not
+    if config.model_type == "qwen3_vl_moe_text":
+        holder.config.norm_topk_prob = True  # HF's block does so whatever the config says
     section = {
         "enabled": True,
         "autoep_size": size,
-        "preset_model": config.model_type,
+        "preset_model": _PRESETS.get(config.model_type, config.model_type),
         "moe_layer_pattern": "mlp",
         "use_grouped_mm": grouped,
     }
     options = parse_autoep_config(section)
     (spec,) = AutoEP(holder, options).ep_parser()
-    check_expert_degree(spec.num_experts, size)
     # Logits are taken from the gate itself: nothing to return, no second name for the router.
     spec = replace(spec, return_router_logits=False, router_logits_capture_target="none")
     with torch.device("meta"):
@@ -143,8 +138,7 @@ def expert_gradient_norms(gradients: Mapping[str, list[Tensor]]) -> list[Tensor]
 
     norms = []
     for name, tensors in gradients.items():
-        squares = [tensor.float().pow(2).sum() for tensor in tensors]
-        total = torch.stack(squares).sum().reshape(1)
+        total = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().reshape(1)
         dist.all_reduce(total, group=tables._get_expert_parallel_group(name))
         norms.append(total.sqrt())
     return norms

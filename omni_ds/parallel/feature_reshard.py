@@ -23,7 +23,7 @@ class FeatureReshard:
         rank: global rank of this process.
         features: channel encoder rank -> stage.
         gradients: channel stage -> encoder rank.
-        hidden: width of a feature row.
+        width: of a feature row (Plan.row_width).
         dtype: dtype of features and of their gradients.
         device: device of this rank.
     """
@@ -34,23 +34,23 @@ class FeatureReshard:
         rank: int,
         features: Channel,
         gradients: Channel,
-        hidden: int,
+        width: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
         self._features, self._gradients = features, gradients
-        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._width, self._dtype, self._device = width, dtype, device
         self._rank = rank
         self._outgoing = {(t.window, t.destination): t for t in transfers if t.source == rank}
         self._incoming = {(t.window, t.source): t for t in transfers if t.destination == rank}
         self._messages: dict[tuple[int, int], Tensor] = {}
-        # Gradients of received rows, [rows, hidden], one entry per (window, source); filled piece by piece.
+        # Gradients of received rows, [rows, width], one entry per (window, source); filled piece by piece.
         self._returning: dict[tuple[int, int], Tensor] = {}
         # Micro-batches that still read a received message; it is freed after the last one.
         self._consumers = {key: {p.micro_batch for p in t.pieces} for key, t in self._incoming.items()}
 
     def keep_local(self, window: int, output: Tensor) -> None:
-        """Keep the rows this rank made for itself. ``output``: [rows, hidden] of the window."""
+        """Keep the rows this rank made for itself. ``output``: [rows, width] of the window."""
         transfer = self._outgoing.get((window, self._rank))
         if transfer is not None:
             self._messages[window, self._rank] = _gather(output, transfer)
@@ -60,16 +60,16 @@ class FeatureReshard:
         return sum(of == window and to != self._rank for of, to in self._outgoing)
 
     def send(self, window: int, destination: int, output: Tensor) -> None:
-        """Send the rows of ``output`` [rows, hidden] that ``destination`` needs."""
+        """Send the rows of ``output`` [rows, width] that ``destination`` needs."""
         self._features.send(_gather(output, self._outgoing[window, destination]), destination)
 
     def post(self, window: int, source: int) -> None:
         """Post the receive of the rows that ``source`` makes for this rank."""
         rows = self._incoming[window, source].rows
-        self._features.post((window, source), (rows, self._hidden), self._dtype, source)
+        self._features.post((window, source), (rows, self._width), self._dtype, source)
 
     def features_of(self, micro_batch: int) -> Tensor | None:
-        """Feature rows of one micro-batch in packed order, [rows, hidden], or None if it has no media."""
+        """Feature rows of one micro-batch in packed order, [rows, width], or None if it has no media."""
         found: list[tuple[int, Tensor]] = []
         for key, _, offset, piece in self._pieces(micro_batch):
             if key not in self._messages:
@@ -91,7 +91,7 @@ class FeatureReshard:
         for key, transfer, offset, piece in pieces:
             if key not in self._returning:
                 self._returning[key] = torch.zeros(
-                    (transfer.rows, self._hidden), dtype=self._dtype, device=self._device
+                    (transfer.rows, self._width), dtype=self._dtype, device=self._device
                 )
             self._returning[key][offset : offset + piece.rows] = gradient[start : start + piece.rows]
             start += piece.rows
@@ -104,11 +104,11 @@ class FeatureReshard:
     def post_gradient(self, window: int, destination: int) -> None:
         """Post the receive of the gradients of the rows sent to ``destination``."""
         rows = self._outgoing[window, destination].rows
-        self._gradients.post((window, destination), (rows, self._hidden), self._dtype, destination)
+        self._gradients.post((window, destination), (rows, self._width), self._dtype, destination)
 
     def gradient_of(self, window: int, rows: int) -> Tensor:
-        """Gradient of this rank's window output, [rows, hidden]; rows nobody consumed are zero."""
-        gradient = torch.zeros((rows, self._hidden), dtype=self._dtype, device=self._device)
+        """Gradient of this rank's window output, [rows, width]; rows nobody consumed are zero."""
+        gradient = torch.zeros((rows, self._width), dtype=self._dtype, device=self._device)
         for (of_window, destination), transfer in self._outgoing.items():
             if of_window != window:
                 continue
@@ -127,7 +127,7 @@ class FeatureReshard:
         stored = self._returning.pop((window, source), None)
         if stored is None:  # the LLM did not depend on these rows (no target behind them)
             rows = self._incoming[window, source].rows
-            stored = torch.zeros((rows, self._hidden), dtype=self._dtype, device=self._device)
+            stored = torch.zeros((rows, self._width), dtype=self._dtype, device=self._device)
         return stored
 
     def _pieces(self, micro_batch: int):

@@ -112,16 +112,24 @@ class HeadExchange:
 
     def unpack_shard(self, buffer: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Flat messages -> [T_s, heads, D] of each tensor; a head that several ranks send is their sum."""
-        tensors = tuple(
-            buffer.new_zeros((self.tokens, heads, size))
-            for heads, size in zip(self.heads, sizes, strict=True)
+        messages = [
+            self._columns(message, rank, self.tokens, sizes)
+            for rank, message in enumerate(buffer.split(self.shard_splits(sizes)))
+        ]
+        return tuple(
+            self._joined(number, pieces) for number, pieces in enumerate(zip(*messages, strict=True))
         )
-        for rank, message in enumerate(buffer.split(self.shard_splits(sizes))):
-            for (first, end), tensor, piece in zip(
-                self.cuts[rank], tensors, self._columns(message, rank, self.tokens, sizes), strict=True
-            ):
-                tensor[:, first:end] += piece
-        return tensors
+
+    def _joined(self, number: int, pieces: Sequence[Tensor]) -> Tensor:
+        """[T_s, heads, D] of a tensor from what each rank has of it."""
+        cuts, heads = [cuts[number] for cuts in self.cuts], self.heads[number]
+        bounds = [0, *(end for first, end in cuts if first < end)]
+        if [first for first, end in cuts if first < end] == bounds[:-1] and bounds[-1] == heads:
+            return torch.cat(tuple(pieces), dim=1)
+        whole = pieces[0].new_zeros((self.tokens, heads, pieces[0].shape[2]))
+        for (first, end), piece in zip(cuts, pieces, strict=True):
+            whole[:, first:end] += piece
+        return whole
 
     def pack_whole(self, tensors: Sequence[Tensor]) -> Tensor:
         """[T, this rank's heads, D] of each tensor -> flat messages, in the order of ranks."""
@@ -209,7 +217,7 @@ class Ulysses:
         return len(self.bounds) - 1
 
     def to_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_of_head: tuple[int, ...] | None = None
+        self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
         """All tokens of this rank's heads.
 
@@ -218,14 +226,14 @@ class Ulysses:
         the collectives of backward.
 
         Args:
-            query: [T_s, A, D]; key: [T_s, K, D]; value: [T_s, K, D_v].
-            kv_of_head: the key-value head of each query head, ascending; None: A / K share one.
+            query: [T_s, A, D]; key: [T_s, K, D]; value: [T_s, K, D_v]; A / K heads share one.
 
         Returns:
-            query [T, A_r, D], key [T, K_r, D], value [T, K_r, D_v], kv_of_head of the A_r heads.
+            query [T, A_r, D], key [T, K_r, D], value [T, K_r, D_v], and which of the K_r heads each of the
+            A_r heads reads: a rank's share of the heads need not be even groups.
         """
         rank = dist.get_rank(self.group)
-        plan = head_plan(kv_of_head or grouped_heads(query.shape[1], key.shape[1]), self.ranks)
+        plan = head_plan(grouped_heads(query.shape[1], key.shape[1]), self.ranks)
         cuts = tuple((q, k, k) for q, k in zip(plan.queries, plan.keys, strict=True))
         exchange = HeadExchange(self.bounds, rank, tuple(x.shape[1] for x in (query, key, value)), cuts)
         assert query.shape[0] == exchange.tokens, (

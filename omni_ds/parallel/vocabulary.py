@@ -39,8 +39,8 @@ def target_losses(
 
 @torch.no_grad()
 def best_ids(hidden: Tensor, weight: Tensor, start: int, group: ProcessGroup | None) -> Tensor:
-    """Argmax [N] over the vocabulary, computed by blocks of at most H rows of it, so that a block of logits
-    takes no more memory than two of the hidden states [N, H] in bf16."""
+    """Argmax [N] over the vocabulary, the smallest id of equals. By blocks of at most H rows: logits of a
+    block have the size of the hidden states, in their dtype and once more in fp32."""
     best = torch.full(hidden.shape[:1], -torch.inf, device=hidden.device)
     ids = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
     for first in range(0, weight.shape[0], hidden.shape[1]):

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
+ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -124,8 +126,9 @@ def head_bytes(llm: LLMMeta, element: int) -> int:
 def encoder_bytes(meta: EncoderMeta, element: int) -> tuple[int, int]:
     """(of a token in the tower, of a feature row in the projector)."""
     layer = 8 * meta.hidden + (4 if meta.mlp_matrices == 3 else 2) * meta.intermediate
-    tower = element * (meta.layers * layer + 2 * meta.hidden) if meta.tower_trainable else 0
-    rows = element * (meta.projector_in + 2 * meta.projector_hidden) if meta.trainable else 0
+    tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
+    row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
+    rows = element * row if meta.trainable else 0
     return tower, rows
 
 
@@ -149,7 +152,9 @@ def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: 
         working = max(working, targets * 12 * llm.hidden + vocabulary)
     if stage == 0:
         working = max(working, vocabulary)  # the embedding's gradient, before it is added
-        saved += live * load.features * llm.hidden * element
+        saved += live * load.features * plan.row_width * element
+    else:
+        saved += live * load.features * plan.levels_into(stage) * llm.hidden * element
     windows, running = _encoder_windows(plan, stage, load, element)
     return Activations(saved + windows, max(working, running), live, load.micro_batches > warm_up)
 
@@ -169,6 +174,9 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
     mesh = plan.mesh
     sharers = mesh.lanes * (1 if plan.first_stage_only else mesh.pipe)
     live = min(plan.options.live_micro_batches or max(4, mesh.pipe), load.micro_batches)
+    if mesh.pipe == 1 and load.encoders:  # windows of just enough tokens, one at a time (weave.py)
+        tokens = max(1, sum(tokens for tokens, _ in load.encoders.values()))
+        live = min(live, -(-ENOUGH * mesh.lanes // tokens))
     kept = running = 0
     for meta in plan.encoders:
         tokens, rows = load.encoders.get(meta.name, (0, 0))

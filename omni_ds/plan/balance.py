@@ -52,10 +52,12 @@ def rows_to_move(step: StepPlan) -> int:
     return sum(_rows_to_move(replica) for replica in step.replicas)
 
 
-def feature_bytes_bound(step: StepPlan, hidden: int, element_size: int) -> int:
-    """Bytes that features and, where encoders are trained, their gradients need to travel between ranks."""
+def feature_bytes_bound(step: StepPlan, row_width: int, element_size: int) -> int:
+    """Bytes that features and, where encoders are trained, their gradients need to travel between ranks.
+
+    row_width: numbers of a feature row (Plan.row_width)."""
     trains = not step.forward_only and step.replicas[0].encoders_trainable
-    return rows_to_move(step) * hidden * element_size * (1 + trains)
+    return rows_to_move(step) * row_width * element_size * (1 + trains)
 
 
 def _rows_to_move(replica: ReplicaPlan) -> int:

@@ -84,10 +84,9 @@ def share_targets(
         if late is not None:
             mine = [row[w] - x for row, x in zip(late, spent_late, strict=True)]
             if backward[w]:
-                price = 1000 * backward[w] // forward[w]
-                after = [
-                    max(0, min(x, y)) * 1000 // max(1, price) for x, y in zip(mine, done_late, strict=True)
-                ]
+                # at least 1: a backward pass of next to nothing (a small projector) still has its room
+                price = max(1, 1000 * backward[w] // forward[w])
+                after = [max(0, min(x, y)) * 1000 // price for x, y in zip(mine, done_late, strict=True)]
         row = split(before, after, price, forward[w])
         at_start = 2 * w <= last
         for s, share in enumerate(row):

@@ -36,7 +36,8 @@ class EncoderMeta:
     ``prefix`` counts tokens before the patches, ``keep_prefix`` says whether they become features;
     ``mlp_matrices`` is 3 for gated MLPs. ``image``: side of the square that the position embeddings are made
     for. ``native``: images have their own sizes, of ``max_pixels`` at most (0: no bound is set). ``video``:
-    the tower takes videos beside its images. Fields of the other family are 0.
+    the tower takes videos beside its images. ``levels``: outputs of ``out_hidden`` beside a row's own that go
+    into later layers of the LLM (deepstack). Fields of the other family are 0.
     """
 
     name: str
@@ -66,6 +67,7 @@ class EncoderMeta:
     native: bool = False
     max_pixels: int = 0
     video: bool = False
+    levels: int = 0
 
     @classmethod
     def from_config(
@@ -158,6 +160,11 @@ class EncoderMeta:
         return start, (min(shape[0] - start, count * self.window),)
 
     @property
+    def shortest_part(self) -> int:
+        """(Mel) frames below which the end of an item cannot be a part of its own."""
+        return 1
+
+    @property
     def sliceable(self) -> bool:
         """Whether items can be cut inside a segment, for ranks that attend together."""
         return self.family == "vit"
@@ -195,6 +202,16 @@ class EncoderMeta:
     @property
     def trainable(self) -> bool:
         return self.tower_trainable or self.projector_trainable
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a feature row: the row itself, then its levels."""
+        return self.out_hidden * (1 + self.levels)
+
+    @property
+    def stem_width(self) -> int:
+        """Numbers that backward needs of a token before the first layer."""
+        return 2 * self.hidden
 
     @property
     def projector_in(self) -> int:
@@ -268,6 +285,10 @@ class EncoderMeta:
             side = max(step, int(largest * scale) // step * step)
             return side, side
         return (max(self.minimal_shape()[0], int(self.window * scale)),)
+
+    def example_video(self, scale: float) -> tuple[int, ...]:
+        """Shape of a made-up video of up to 32 frames."""
+        return (max(1, int(32 * scale)), *self.example_shape(min(0.5, 2 * scale)))
 
     def _first_flops(self, segments: Sequence[int]) -> int:
         """The first convolution, whose input needs no gradient."""

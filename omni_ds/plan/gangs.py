@@ -43,9 +43,18 @@ def stage_blocks(mesh: Mesh, size: int, replicas: int) -> tuple[tuple[tuple[int,
 
 def guests_of(mesh: Mesh, largest: int, replicas: int, data: int) -> tuple[int, ...]:
     """Ranks of other replicas that may encode slices for replica `data`, in gangs of up to `largest`."""
-    own = set(mesh.encoder_groups()[data])
-    blocks = stage_blocks(mesh, largest, replicas)[data // replicas] if largest > 1 else ()
-    return tuple(sorted({rank for block in blocks if own & set(block) for rank in block} - own))
+    own, found, size = set(mesh.encoder_groups()[data]), set(), 2
+    while size <= largest:
+        found.update(*blocks_for(mesh, size, replicas, data))
+        size *= 2
+    return tuple(sorted(found - own))
+
+
+def blocks_for(mesh: Mesh, size: int, replicas: int, data: int) -> tuple[tuple[int, ...], ...]:
+    """Blocks that may encode slices for replica `data`: those it has ranks in; where the replicas of a
+    reorder group do not divide into blocks and it is left over, all of the group."""
+    own, blocks = set(mesh.encoder_groups()[data]), stage_blocks(mesh, size, replicas)[data // replicas]
+    return tuple(block for block in blocks if own & set(block)) or blocks
 
 
 def largest_gang(mesh: Mesh, replicas: int, most: int) -> int:
@@ -124,14 +133,13 @@ def _place(mesh: Mesh, replicas: int, costs: Table, gangs: Table) -> list[_Place
         for _ in costs
     ]
     home = {rank: (d, p) for d, group in enumerate(mesh.encoder_groups()) for p, rank in enumerate(group)}
-    blocks: dict[int, tuple] = {}
+    blocks: dict[tuple[int, int], tuple] = {}
     load = [0] * mesh.world_size
     for w in range(windows):
         for _, d, first, size in _items_in_slices(costs, gangs, w):
-            if size not in blocks:
-                blocks[size] = stage_blocks(mesh, size, replicas)
-            near = [b for b in blocks[size][d // replicas] if any(home[rank][0] == d for rank in b)]
-            block = min(near, key=lambda ranks: (max(load[rank] for rank in ranks), ranks[0]))
+            if (size, d) not in blocks:
+                blocks[size, d] = blocks_for(mesh, size, replicas, d)
+            block = min(blocks[size, d], key=lambda ranks: (max(load[rank] for rank in ranks), ranks[0]))
             for index, rank in enumerate(block, first):
                 owner, position = home[rank]
                 load[rank] += costs[d][w][index]

@@ -113,7 +113,7 @@ def hardware_of(section: HardwareSection, device: Device = Device()) -> Hardware
         given = getattr(section, key)
         if given != "auto":
             values[field] = int(given * unit)
-    if "memory" in values and device.memory is None and "peak_flops" not in values:
+    if "memory" in values and device.memory is None:
         # memory is given for a device that is not here: a plan for an accelerator, not for this CPU
         tflops, link = _UNKNOWN
         found = replace(

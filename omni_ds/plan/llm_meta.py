@@ -17,21 +17,38 @@ from typing import Any
 from omni_ds.errors import UserError
 
 # Decoders of multimodal models, which are not models of their own: their name in config.json's text_config.
-INSIDE = ("qwen2_vl_text", "qwen2_5_vl_text")
+INSIDE = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", *INSIDE)
+# Their attention is Qwen3's: norms of queries and keys, attention_bias for all four matrices.
+_QWEN3_MOE = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+_QWEN3 = ("qwen3", "qwen3_vl_text", "gemma3_text", *_QWEN3_MOE)
+# defaults of transformers that do not follow from other sizes
+_HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128, "gemma3_text": 256}
 # transformers' Qwen2 has biases on q, k, v whatever the config says, its Mixtral has none
-_ATTENTION_BIAS = {"qwen2": True, "mixtral": False, "qwen2_vl_text": True, "qwen2_5_vl_text": True}
-_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}  # defaults of transformers that do not follow from other sizes
+_ATTENTION_BIAS = {
+    "qwen2": True,
+    "mixtral": False,
+    "qwen2_vl_text": True,
+    "qwen2_5_vl_text": True,
+    "qwen2_5_omni_text": True,
+}
 _SLIDING = ("mistral", "mixtral", "gemma3_text")  # families whose sliding_window needs no use_sliding_window
 
 
 def moe_layer_indices(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decoder layers whose MLP is a mixture of experts: all of Mixtral's; of Qwen3-MoE's every
+    """Decoder layers whose MLP is a mixture of experts: all of Mixtral's; of Qwen3's MoE every
     ``decoder_sparse_step``-th, without ``mlp_only_layers``; none of other families."""
     family, layers = hf_config.get("model_type"), range(int(hf_config.get("num_hidden_layers") or 0))
     if family == "mixtral":
         return tuple(layers)
-    if family != "qwen3_moe":
+    if family not in _QWEN3_MOE:
         return ()
     step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
     return tuple(index for index in layers if index not in dense and (index + 1) % step == 0)
@@ -136,9 +153,9 @@ class LLMMeta:
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             trainable=trainable,
             qkv_bias=_ATTENTION_BIAS.get(family, attention_bias),
-            out_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe", "gemma3_text"),
+            out_bias=attention_bias and family in ("llama", *_QWEN3),
             mlp_bias=bool(hf_config.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+            qk_norm=family in _QWEN3,
             norms=4 if family == "gemma3_text" else 2,
             window=window,
             full_layers=tuple(i for i, kind in enumerate(types) if window and kind != "sliding_attention"),

@@ -117,12 +117,15 @@ def slice_item(meta: EncoderMeta, item: Item, ranks: int) -> tuple[Item, ...]:
 
 
 def split_item(meta: EncoderMeta, item: Item, count: int) -> tuple[Item, ...]:
-    """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter."""
-    result, row = [], 0
-    for first in range(0, len(item.segments), count):
-        start, shape = meta.part_of(item.shape, first, count)
+    """Parts of `count` segments each, a multiple of meta.segments_per_slice; the last one may be shorter, or
+    longer by a segment that is too short for a part (meta.shortest_part)."""
+    result, row, firsts = [], 0, list(range(0, len(item.segments), count))
+    if len(firsts) > 1 and meta.part_of(item.shape, firsts[-1], count)[1][0] < meta.shortest_part:
+        firsts.pop()
+    for first, after in pairwise([*firsts, len(item.segments)]):
+        start, shape = meta.part_of(item.shape, first, after - first)
         segments, rows = meta.measure(shape)
-        assert segments == item.segments[first : first + count], "a part differs from its place in the whole"
+        assert segments == item.segments[first:after], "a part differs from its place in the whole"
         spans = cut_spans(item.spans, row, rows)
         result.append(
             replace(item, shape=shape, segments=segments, rows=rows, spans=spans, start=item.start + start)

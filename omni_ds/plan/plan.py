@@ -67,6 +67,20 @@ class Plan:
         return any(meta.trainable for meta in self.encoders)
 
     @property
+    def levels(self) -> int:
+        """Levels behind a feature row (EncoderMeta.levels); rows of encoders with fewer end in zeros."""
+        return max((meta.levels for meta in self.encoders), default=0)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a feature row as it leaves its encoder."""
+        return self.llm.hidden * (1 + self.levels)
+
+    def levels_into(self, stage: int) -> int:
+        """Levels that travel with the hidden states into a stage: level i is added behind decoder layer i."""
+        return max(0, self.levels - self.stages[stage][0]) if stage else 0
+
+    @property
     def gathers_encoders(self) -> bool:
         """Encoder passes are collectives of the world (ZeRO-3 shards the parameters); frozen encoders are
         plain."""
@@ -157,7 +171,7 @@ class ReplicaPlan:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         lanes = self.sequence * self.tensor
-        runs = {mb.index: deal_rows(_spans(mb), self.bounds(mb), self.tensor) for mb in self.micro_batches}
+        runs = {mb.index: deal_rows(spans_of(mb), self.bounds(mb), self.tensor) for mb in self.micro_batches}
         return tuple(t for window in self.windows for t in window_transfers(window, self.ranks[:lanes], runs))
 
     @cached_property
@@ -197,7 +211,7 @@ class ReplicaPlan:
         )
 
 
-def _spans(micro_batch: MicroBatch) -> list[tuple[int, int]]:
+def spans_of(micro_batch: MicroBatch) -> list[tuple[int, int]]:
     """(token, length) of a micro-batch's placeholders by rising token."""
     return sorted(
         (position + offset, length)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from omni_ds.plan.actions import ENCODER_COMPUTE, LLM_COMPUTE, SENDS, Action, Kind
 from omni_ds.plan.base import LLMWork
 from omni_ds.plan.cost import EncoderCost, LLMCost, llm_work
-from omni_ds.plan.plan import Plan, StepPlan
+from omni_ds.plan.plan import Plan, StepPlan, spans_of
+from omni_ds.plan.shards import rows_inside
 from omni_ds.plan.simulate import Links, Simulation, simulate
 from omni_ds.plan.validate import plan_graph
 
@@ -54,10 +55,11 @@ def _llm(plan: Plan, step_plan: StepPlan, data: int) -> LLMWork:
     )
 
 
-def message_rows(step_plan: StepPlan) -> Callable[[int, Action], int]:
-    """(rank, send action) -> rows of the message, each as wide as the LLM's hidden states."""
+def message_rows(plan: Plan, step_plan: StepPlan) -> Callable[[int, Action], int]:
+    """(rank, send action) -> rows of the message, each as wide as the LLM's hidden states: tokens of a shard
+    with the levels of its feature rows that are still to be added, or feature rows with all levels."""
     features = {
-        (t.window, t.source, t.destination): t.rows
+        (t.window, t.source, t.destination): t.rows * (1 + plan.levels)
         for replica in step_plan.replicas
         for t in replica.transfers
     }
@@ -70,8 +72,10 @@ def message_rows(step_plan: StepPlan) -> Callable[[int, Action], int]:
             return features[action.index, action.peer, rank]
         where = step_plan.mesh.coords(rank)
         replica = step_plan.replicas[where.data]
-        bounds = replica.bounds(replica.micro_batches[action.index])
-        return bounds[where.sequence + 1] - bounds[where.sequence]
+        micro_batch = replica.micro_batches[action.index]
+        start, stop = replica.bounds(micro_batch)[where.sequence : where.sequence + 2]
+        levels = plan.levels_into(where.pipe + (action.kind is Kind.SEND_F))
+        return stop - start + (levels and levels * rows_inside(spans_of(micro_batch), start, stop))
 
     return rows
 
@@ -92,5 +96,5 @@ def predict(
         plan_graph(plan, step_plan),
         time or StepCosts(plan, step_plan),
         links=links,
-        rows=message_rows(step_plan),
+        rows=message_rows(plan, step_plan),
     )

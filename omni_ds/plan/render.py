@@ -148,7 +148,7 @@ def _step(plan: Plan, step_plan: StepPlan, numerics: Numerics) -> str:
     items = sum(len(share.items) for r in step_plan.replicas for w in r.windows for share in w.shares)
     rows = sum(t.rows for r in step_plan.replicas for t in r.transfers)
     moved = sum(t.rows for r in step_plan.replicas for t in r.transfers if not t.local)
-    least = feature_bytes_bound(step_plan, plan.llm.hidden, numerics.element)
+    least = feature_bytes_bound(step_plan, plan.row_width, numerics.element)
     return "\n".join(
         (
             f"Step {step_plan.step}: {step_plan.samples} samples, {step_plan.tokens} tokens "

@@ -20,7 +20,7 @@ class Item:
     (mel) frames or tiles; more than 0 for a later part of a long video, image or recording. gang: number of
     ranks that encode the medium together, of which this is slice `slice`: then rows and spans are those of
     the slice, all else of the whole (long_short.py). Of a video, seconds: from one step of its grid in time
-    to the next; times: of its frames where the text says them.
+    to the next; times: of its steps where the text says them.
     """
 
     row: int

@@ -3,7 +3,7 @@ axis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -58,3 +58,8 @@ def deal_rows(
                 runs.append((start, start + taken, shard * tensor + t))
                 start, done = start + taken, done + taken
     return tuple(runs)
+
+
+def rows_inside(spans: Iterable[tuple[int, int]], start: int, stop: int) -> int:
+    """Feature rows of placeholders (token, length) that stand in tokens [start, stop)."""
+    return sum(max(0, min(at + length, stop) - max(at, start)) for at, length in spans)

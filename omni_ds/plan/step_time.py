@@ -30,13 +30,14 @@ NS = 10**9
 @dataclass(frozen=True)
 class Batch:
     """A global batch in sums over its samples. layer, head: forward FLOPs of one decoder layer and of the
-    head; encoding: forward and backward FLOPs of all encoders."""
+    head; encoding: forward and backward FLOPs of all encoders; features: rows."""
 
     samples: int
     tokens: int
     layer: int
     head: int
     encoding: int
+    features: int = 0
 
     @classmethod
     def of(
@@ -49,6 +50,7 @@ class Batch:
             layer=llm.layer_flops([sample.tokens for sample in samples]),
             head=llm.head_flops(sum(sample.target_tokens for sample in samples)),
             encoding=sum(cost.total(item) for sample in samples for item in sample.items),
+            features=sum(item.rows for sample in samples for item in sample.items),
         )
 
 
@@ -117,7 +119,7 @@ class _Passes:
         layer, head = self._layer(), self._head()
         of_kind = [self._messages(sparse) for sparse in (False, True)]
         messages = [of_kind[i in llm.moe_layers] for i in range(llm.layers)]
-        hop = self._message() if stages > 1 else 0
+        hops = [self._message(plan.levels_into(s)) if s else 0 for s in range(stages)] + [0]
         ends = self._all_reduce() if mesh.tensor > 1 else 0  # of the embedding, and of the head's gradient
         encoding = 0
         if plan.first_stage_only:
@@ -127,13 +129,13 @@ class _Passes:
             body, moved = (stop - start) * layer, sum(messages[start:stop])
             top, last = head if s == stages - 1 else 0, s == stages - 1
             first = (s == 0) * (ends + encoding)
-            forward.append(body + top + moved + first + (s > 0) * hop)
+            forward.append(body + top + moved + first + hops[s])
             backward.append(
                 body * backward_factor(llm, recompute)
                 + top * (1 + llm.trainable)
                 + moved * (1 + recompute)
                 + last * ends
-                + (not last) * hop
+                + hops[s + 1]
             )
         return forward, backward
 
@@ -153,10 +155,14 @@ class _Passes:
     @property
     def _rows(self) -> int:
         """Tokens of a sequence shard of a micro-batch."""
-        return -(-self.of_replica(self.batch.tokens) // (self.count * self.plan.mesh.sequence))
+        return self._of_shard(self.batch.tokens)
 
-    def _message(self) -> int:
-        return transfer(self._rows * self.plan.llm.hidden * self.element, self.pipe_link)
+    def _of_shard(self, total: int) -> int:
+        return -(-self.of_replica(total) // (self.count * self.plan.mesh.sequence))
+
+    def _message(self, levels: int) -> int:
+        rows = self._rows + levels * self._of_shard(self.batch.features)
+        return transfer(rows * self.plan.llm.hidden * self.element, self.pipe_link)
 
     def _all_reduce(self) -> int:
         size, tensor = self._rows * self.plan.llm.hidden * self.element, self.plan.mesh.tensor

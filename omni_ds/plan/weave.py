@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omni_ds.plan.activations import ENOUGH
 from omni_ds.plan.base import LLMWork, time_line
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.capacity import share_targets
@@ -181,6 +182,11 @@ def _candidates(
         # Nothing fills bubbles there: windows are as large as keeps encoder activations small.
         size = max(size for size in window_sizes(stages, count) if size <= stages)
         return (Choice(size, False, 0, 0, count),)
+    if stages == 1:
+        # There is no bubble to fill, so nothing is gained by encoding early: one window is alive at a time.
+        tokens = sum(sum(i.segments) for mb in costs.replicas[0] for s in mb.samples for i in s.items)
+        enough = [n for n in window_sizes(1, count) if tokens * n >= ENOUGH * plan.mesh.lanes * count]
+        return (Choice(min(enough, default=count), False, 0, 0, 1),)
     # How unequal items are: of a single replica it differs from step to step, and so would the kind.
     items, spread = measure_items([mb for replica in costs.both[:MEASURED] for mb in replica])
     one_stage = sum(map(sum, llm.forward)) // stages * plan.mesh.lanes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 from unit.plan_cases import plan_of, random_samples
@@ -14,7 +15,7 @@ from omni_ds.emulate.policies import encoders_first
 from omni_ds.emulate.world import Case, Emulated, emulate
 from omni_ds.plan.actions import COMPUTE, Kind
 from omni_ds.plan.balance import rows_to_move
-from omni_ds.plan.build import build_step
+from omni_ds.plan.build import Plan, build_step
 from omni_ds.plan.validate import validate_step
 
 SECONDS = 1.0  # simulated length of the colocated step
@@ -30,9 +31,16 @@ def cases() -> dict[str, Case]:
         "colocated": (plan, step),
         "first_stage": (inline, build_step(inline, 0, samples)),
         "encoders_first": (plan, encoders_first(plan, step)),
+        "levels": (with_levels(plan), step),
     }
     scale = int(SECONDS * 1e9 * 10**12 / Case(plan, step, 10**12).simulate().length)
     return {name: Case(*pair, scale) for name, pair in steps.items()}
+
+
+def with_levels(plan: Plan) -> Plan:
+    """Rows of the first encoder have a level for each layer of the first stage, and one more."""
+    first, *others = plan.encoders
+    return replace(plan, encoders=(replace(first, levels=plan.stages[0][1] + 1), *others))
 
 
 @functools.cache
@@ -40,7 +48,7 @@ def emulated() -> dict[str, tuple[Emulated, ...]]:
     return emulate(cases(), timeout=90)
 
 
-@pytest.mark.parametrize("name", ["colocated", "first_stage", "encoders_first"])
+@pytest.mark.parametrize("name", ["colocated", "first_stage", "encoders_first", "levels"])
 def test_ranks_run_what_was_planned(name: str) -> None:
     case, (run,) = cases()[name], emulated()[name]
     validate_step(case.plan, case.step)
@@ -63,12 +71,17 @@ def test_time_is_the_simulated_one(name: str) -> None:
                 assert end - start >= case.duration(rank, action), action
 
 
-def test_messages_have_the_real_size() -> None:
-    case, (run,) = cases()["colocated"], emulated()["colocated"]
+@pytest.mark.parametrize(("name", "levels", "left"), [("colocated", 0, 0), ("levels", 5, 1)])
+def test_messages_have_the_real_size(name: str, levels: int, left: int) -> None:
+    """left: levels that are added on the second stage."""
+    case, (run,) = cases()[name], emulated()[name]
+    assert (case.plan.levels, case.plan.levels_into(1)) == (levels, left)
     rows = 0
     for replica in case.step.replicas:
+        media = [item.rows for mb in replica.micro_batches for s in mb.samples for item in s.items]
         rows += 2 * sum(mb.tokens for mb in replica.micro_batches)  # activations and their gradients
-        rows += 2 * sum(t.rows for t in replica.transfers if not t.local)
+        rows += 2 * left * sum(media)
+        rows += 2 * (1 + levels) * sum(t.rows for t in replica.transfers if not t.local)
     assert run.bytes_sent == rows * case.plan.llm.hidden * 4
 
 

@@ -5,27 +5,35 @@ A family is one file and its lines in ``FAMILIES``; every test of families walks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from families import gemma3, llava, qwen_audio, qwen_vl, tiled, voxtral
+from families import gemma3, llava, omni, qwen3_omni, qwen3_vl, qwen_audio, qwen_vl, tiled, voxtral
 from families.rows import write_rows
-from tiny import merged
+from tiny import merged, run_config
 
 
 @dataclass(frozen=True)
 class TinyFamily:
     """make: (family, tied embeddings?) -> model, tokenizer, processor. names: prefixes of tensors that
     ``save_pretrained`` writes -> those that other releases wrote. media: what its rows hold. layouts:
-    those of ``make test`` (``make test-full`` has all). seconds: of the longest clip."""
+    those of ``make test`` (``make test-full`` has all but ``never``: what does nothing there). experts: its
+    LLM has some. values: name and tensor as saved -> the tensor that other releases wrote. seconds: of its
+    longest clips. settings: what else its configuration has under ``omni``. long: how several ranks share a
+    long medium, in ``slices`` or in ``parts``."""
 
     make: Callable[[str, bool], tuple[Any, Any, Any]]
     names: Mapping[str, str]
     media: tuple[str, ...] = ("image",)
     layouts: tuple[str, ...] = ("pp2",)
+    experts: bool = False
+    values: Callable[[str, Any], Any] = lambda name, value: value
     seconds: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+    long: str = "slices"
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -35,28 +43,62 @@ class TinyFamily:
 
 FAMILIES = {
     "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
-    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=("pp2", "whole")),
+    "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
+    "qwen3_vl_moe": TinyFamily(
+        qwen3_vl.qwen3,
+        qwen3_vl.NAMES,
+        media=("image", "video"),
+        layouts=("pp2ep2",),
+        experts=True,
+        values=qwen3_vl.transposed,
+    ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.ONEVISION_NAMES, media=("image", "video")),
-    "internvl": TinyFamily(
-        tiled.internvl, tiled.INTERNVL_NAMES, media=("image", "video"), layouts=("pp2tp2",)
+    "llava_onevision": TinyFamily(
+        tiled.onevision, tiled.ONEVISION_NAMES, media=("image", "video"), never=("gangs",)
     ),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.INTERNVL_NAMES, layouts=()),
-    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",)),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.INTERNVL_NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.INTERNVL_NAMES, layouts=(), long="parts"),
+    "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
-    "voxtral": TinyFamily(voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6),
+    "voxtral": TinyFamily(
+        voxtral.voxtral, qwen_audio.NAMES, media=("audio",), layouts=("sp2",), seconds=2.6, long="parts"
+    ),
+    "qwen2_5_omni": TinyFamily(
+        omni.qwen2_5_omni,
+        omni.WHOLE_NAMES,
+        ("image", "audio", "video"),
+        ("pp2tp2",),
+        settings=omni.omni_settings(2.0),
+    ),
+    "qwen3_omni_moe": TinyFamily(
+        qwen3_omni.qwen3_omni_moe,
+        omni.WHOLE_NAMES,
+        ("image", "audio", "video"),
+        ("pp2ep2",),
+        experts=True,
+        seconds=2.5,
+        settings=omni.omni_settings(1.5),  # positions in time are fractions
+    ),
 }
+
+
+def known(family: str) -> TinyFamily:
+    """Of a name, which may say ``_thinker``: the model inside the family's alone."""
+    return FAMILIES[family.removesuffix("_thinker")]
 
 
 def make_model(
     family: str, folder: Path, *, tied: bool = False, seed: int = 5, dtype: str = "float32"
 ) -> Path:
-    """Save a random tiny model of a family (a key of ``FAMILIES``) with tokenizer and processor."""
+    """Save a random tiny model of a family (:func:`known`) with tokenizer and processor."""
     import torch
 
     torch.manual_seed(seed)
-    model, tokenizer, processor = FAMILIES[family].make(family, tied)
+    model, tokenizer, processor = known(family).make(family, tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (
@@ -71,37 +113,32 @@ def make_model(
 
 def rows_of(family: str, folder: Path, count: int = 16) -> Path:
     """:func:`write_rows` for what a family takes."""
-    return write_rows(folder, count, FAMILIES[family].media, FAMILIES[family].seconds)
+    own = known(family)
+    sound = own.settings.get("data", {}).get("use_audio_in_video", False)
+    return write_rows(folder, count, own.media, own.seconds, sound)
 
 
-def tower_of(family: str) -> str:
-    return FAMILIES[family].towers[0]
+def towers_of(family: str) -> tuple[str, ...]:
+    return known(family).towers
 
 
-def model_config(model: Path, rows: Path, output: Path, tower: str = "vision", **omni: Any) -> dict[str, Any]:
-    """A configuration that trains a checkpoint: clipping active, three learning rates."""
-    raw: dict[str, Any] = {
-        "train_batch_size": 8,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}},
-        "zero_optimization": {"stage": 1},
-        "pipeline": {"stages": 1},
-        "omni": {
-            "model": {"path": str(model)},
-            "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}}},
-            "data": {
-                "train": [{"path": str(rows)}],
-                "max_length": 512,
-                "max_tokens_per_micro_batch": 512,
-                "num_workers": 0,
-                "cache_dir": str(output / "cache"),
-            },
-            "train": {"max_steps": 3, "seed": 7},
-            "output_dir": str(output),
-        },
+def model_config(
+    model: Path, rows: Path, output: Path, towers: Sequence[str] = ("vision",), **omni: Any
+) -> dict[str, Any]:
+    """A configuration that trains a checkpoint, with three learning rates."""
+    raw = run_config(output, batch=8, max_length=512, train=[{"path": str(rows)}])
+    raw["omni"] |= {
+        "model": {"path": str(model)},
+        "encoders": {tower: {"lr": 5e-4, "projector": {"lr": 2e-3}} for tower in towers},
     }
     raw["omni"] = merged(raw["omni"], omni)
     return raw
+
+
+def family_config(family: str, model: Path, rows: Path, output: Path, **omni: Any) -> dict[str, Any]:
+    """:func:`model_config` for a family."""
+    settings = merged(dict(known(family).settings), omni)
+    return model_config(model, rows, output, known(family).towers, **settings)
 
 
 def other_names(family: str, folder: Path) -> None:
@@ -112,9 +149,10 @@ def other_names(family: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = {}
     for name, value in load_file(file).items():
-        prefixes = [new for new in FAMILIES[family].names if name.startswith(new)]
+        prefixes = [new for new in known(family).names if name.startswith(new)]
         old = prefixes[0] if prefixes else ""
-        tensors[FAMILIES[family].names.get(old, "") + name.removeprefix(old)] = value
+        value = known(family).values(name, value)
+        tensors[known(family).names.get(old, "") + name.removeprefix(old)] = value
     layer = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
     tensors[layer.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.arange(4.0)
     save_file(tensors, file, metadata={"format": "pt"})

@@ -7,13 +7,13 @@ from typing import Any
 from families.common import TEXT, make_tokenizer
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-_VISION_TOKENS = {
+VISION_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-_QWEN_TEMPLATE = """{%- for message in messages -%}
+QWEN_TEMPLATE = """{%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
 {%- if message['content'] is string -%}{{- message['content'] -}}
 {%- else -%}{%- for part in message['content'] -%}
@@ -36,8 +36,8 @@ def qwen(family: str, tied: bool):
     )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = make_tokenizer(list(_VISION_TOKENS.values()), _QWEN_TEMPLATE)
-    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _VISION_TOKENS.items()}
+    tokenizer = make_tokenizer(list(VISION_TOKENS.values()), QWEN_TEMPLATE)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_TOKENS.items()}
     vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 4}
     if family == "qwen2_5_vl":
         config, model = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

@@ -9,10 +9,14 @@ from typing import Any
 
 
 def write_rows(
-    folder: Path, count: int = 16, media: Sequence[str] = ("image",), longest: float = 1.0
+    folder: Path,
+    count: int = 16,
+    media: Sequence[str] = ("image",),
+    longest: float = 1.0,
+    sound: bool = False,
 ) -> Path:
     """Rows of text alone, of one medium, and of two of different sizes; returns the file. Several kinds of
-    media take turns. longest: seconds that a clip may have."""
+    media take turns. longest: seconds that a clip may have. sound: files of videos have some."""
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -23,7 +27,8 @@ def write_rows(
         question = ""
         for nth in range(number % 3):
             modality = media[(number // 3 + nth) % len(media)]
-            made = _MAKE[modality](folder, f"{number}-{nth}", rng, longest)
+            more = {"sound": sound} if modality == "video" else {}
+            made = _MAKE[modality](folder, f"{number}-{nth}", rng, longest, **more)
             columns.setdefault(f"{modality}s", []).append(made)
             question += f"<{modality}>Which digit {nth}? "
         messages = [
@@ -59,7 +64,7 @@ def _audio(folder: Path, name: str, rng: Any, longest: float) -> str:
     return f"{name}.wav"
 
 
-def _video(folder: Path, name: str, rng: Any, longest: float) -> Any:
+def _video(folder: Path, name: str, rng: Any, longest: float, sound: bool) -> Any:
     """A file of 10 frames a second, up to 3 s; or, one in three, a list of up to 5 frames, 1.5 a second."""
     import numpy as np
     from PIL import Image
@@ -74,7 +79,8 @@ def _video(folder: Path, name: str, rng: Any, longest: float) -> Any:
         for frame, file in zip(frames, names, strict=True):
             Image.fromarray(frame).save(folder / file)
         return {"frames": names, "fps": 1.5}
-    write_video(folder / f"{name}.mp4", list(frames), [100 * index for index in range(count)])
+    heard = rng.uniform(-0.5, 0.5, 1600 * count) if sound else None
+    write_video(folder / f"{name}.mp4", list(frames), [100 * index for index in range(count)], sound=heard)
     return f"{name}.mp4"
 
 

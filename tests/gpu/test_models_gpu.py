@@ -22,6 +22,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SEGMENTS = (130, 5, 64, 64, 1, 300, 17)
+SPANS = ((3, 16), (40, 90), (130, 5), (300, 200))
+MASKS = (
+    MaskSpec(),
+    MaskSpec(causal=True),
+    MaskSpec(causal=True, window=9),
+    MaskSpec(causal=True, spans=SPANS),
+    MaskSpec(causal=True, window=9, spans=SPANS),
+)
 
 
 def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
@@ -34,8 +42,8 @@ def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
     return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
 
 
-@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(causal=True), MaskSpec(causal=True, window=9)])
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 20])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256, 20])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_attention(mask: MaskSpec, head_dim: int, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from parity.hf_tiles import PROCESSORS, tiled_inputs
-from parity.hf_videos import hf_video
+from parity.hf_videos import hf_timed_video, hf_video
 from torch import Tensor
+
+# Classes around the one that is trained.
+_INSIDE = {
+    f"{stem}ForConditionalGeneration": f"{stem}ThinkerForConditionalGeneration"
+    for stem in ("Qwen2_5Omni", "Qwen3OmniMoe")
+}
 
 
 def hf_model(folder: Path) -> Any:
@@ -20,6 +27,7 @@ def hf_model(folder: Path) -> Any:
     import transformers
 
     name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
+    name = _INSIDE.get(name, name)
     cls = getattr(transformers, name)
     return cls.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
@@ -36,18 +44,25 @@ class HFSamples:
 
         self.rows = [json.loads(line) for line in rows.read_text().splitlines()]
         self.folder = rows.parent
-        self.config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+        self.config = getattr(config, "thinker_config", config)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.processors: dict[str, Any] = {}
+        if hasattr(self.config, "vision_config"):
+            self.processors["image"] = AutoImageProcessor.from_pretrained(model, backend="pil")
         if hasattr(self.config, "audio_config"):
-            self.processor = AutoFeatureExtractor.from_pretrained(model)
-        else:
-            self.processor = AutoImageProcessor.from_pretrained(model, backend="pil")
+            self.processors["audio"] = AutoFeatureExtractor.from_pretrained(model)
         self.tokens = {}  # medium -> its placeholder
         for modality in ("image", "video", "audio"):
             keys = (f"{modality}_token_id", f"{modality}_token_index")
             found = [getattr(self.config, key) for key in keys if hasattr(self.config, key)]
             if found:
                 self.tokens[modality] = self.tokenizer.convert_ids_to_tokens(found[0])
+
+    @property
+    def processor(self) -> Any:
+        """The one there is, or that of images."""
+        return next(iter(self.processors.values()))
 
     def inputs(self, number: int) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward for one row, ids [1, T] and all."""
@@ -66,30 +81,49 @@ class HFSamples:
             return self._processed(text, [self.folder / name for name in row.get("images", ())])
         if self.config.model_type in PROCESSORS:
             return tiled_inputs(self, text, row)
+        text, media = self.expand(text, row)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, **media, **self.more(ids, media)}
+
+    def expand(self, text: str, row: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+        """The text with as many placeholders as there are features, and the processed media."""
         media: dict[str, Tensor] = {}
         for modality, token in self.tokens.items():
             if given := row.get(f"{modality}s"):
                 made = getattr(self, f"_{modality}")(given)
-                counts = iter(self._counts(modality, made))
-                text = re.sub(re.escape(token), lambda _, c=counts, t=token: t * next(c), text)
+                stand_ins = made.pop("texts", None)
+                if stand_ins is None:
+                    stand_ins = [token * count for count in self._counts(modality, made)]
+                pieces = text.split(token)
+                text = "".join(a + b for a, b in zip(pieces, [*stand_ins, ""], strict=True))
                 media |= made
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        if "image_grid_thw" in media or "video_grid_thw" in media:
-            types = torch.zeros_like(ids, dtype=torch.int)
-            for number, modality in enumerate(("image", "video"), 1):
-                token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
-                types = types.masked_fill(ids == token, number)
-            media["mm_token_type_ids"] = types
-        return {"input_ids": ids, **media}
+        return text, media
+
+    def more(self, ids: Tensor, media: dict[str, Tensor]) -> dict[str, Any]:
+        """What else the model's forward wants."""
+        if "image_grid_thw" not in media and "video_grid_thw" not in media:
+            return {}
+        types = torch.zeros_like(ids, dtype=torch.int)
+        for number, modality in enumerate(("image", "video"), 1):
+            token = self.tokenizer.convert_tokens_to_ids(self.tokens[modality])
+            types = types.masked_fill(ids == token, number)
+        return {"mm_token_type_ids": types}
 
     def _image(self, names: list[str]) -> dict[str, Tensor]:
         from PIL import Image
 
         pictures = [Image.open(self.folder / name).convert("RGB") for name in names]
-        return dict(self.processor(pictures, return_tensors="pt"))
+        return dict(self.processors["image"](pictures, return_tensors="pt"))
 
-    def _video(self, given: list[Any]) -> dict[str, Tensor]:
-        made = [hf_video(value, self.folder, self.processor) for value in given]
+    def _video(self, given: list[Any]) -> dict[str, Any]:
+        if self.config.model_type.startswith("qwen3_vl"):
+            made = [hf_timed_video(value, self.folder, self.processors["image"]) for value in given]
+            return {
+                "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
+                "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
+                "texts": [text for _, _, text in made],
+            }
+        made = [hf_video(value, self.folder, self.processors["image"]) for value in given]
         found = {
             "pixel_values_videos": torch.cat([patches for patches, _, _ in made]),
             "video_grid_thw": torch.tensor([grid for _, grid, _ in made]),
@@ -161,7 +195,7 @@ class HFSamples:
         if modality == "audio":
             return [((n - 1) // 2 + 1 - 2) // 2 + 1 for n in media["feature_attention_mask"].sum(-1).tolist()]
         if f"{modality}_grid_thw" in media:
-            merge = self.processor.merge_size**2
+            merge = self.processors["image"].merge_size ** 2
             return [int(grid.prod()) // merge for grid in media[f"{modality}_grid_thw"]]
         vision = self.config.vision_config
         whole = (vision.image_size // vision.patch_size) ** 2
@@ -169,11 +203,34 @@ class HFSamples:
         return [whole + kept] * len(media["pixel_values"])
 
 
-def part_of(name: str) -> str:
-    """The part of our configuration that a parameter of an HF class belongs to."""
-    if "projector" in name or ".merger." in name or "image_newline" in name:
-        return "projector"
-    return "tower" if any(f".{x}." in name for x in ("visual", "vision_tower", "audio_tower")) else "llm"
+def hf_samples(model: Path, rows: Path) -> HFSamples:
+    """Of the kind that the model's processor makes."""
+    from parity.hf_omni import OmniSamples
+    from transformers import AutoConfig
+
+    omni = "omni" in AutoConfig.from_pretrained(model).model_type
+    return (OmniSamples if omni else HFSamples)(model, rows)
+
+
+def section_of(name: str, omni: Any) -> Any:
+    """The section of our configuration that a parameter of an HF class belongs to."""
+    projects = any(part in name for part in ("projector", "merger", "image_newline", ".audio_tower.proj"))
+    inside = any(f".{module}." in name for module in ("visual", "vision_tower", "audio_tower"))
+    if not projects and not inside:
+        return omni.llm
+    own = "audio" if "audio" in name else "vision"
+    tower = omni.encoders[own] if own in omni.encoders else next(iter(omni.encoders.values()))
+    return tower.projector if projects else tower
+
+
+def router_penalty(hf: Any, router_logits: Any) -> Tensor:
+    """Our definition of the router loss of one document, by HF's function: summed over its tokens."""
+    config, module = hf.config.get_text_config(), sys.modules[type(hf).__module__]
+    total, experts = torch.zeros(()), getattr(config, "num_local_experts", None) or config.num_experts
+    for logits in router_logits:
+        aux = module.load_balancing_loss_func((logits,), experts, config.num_experts_per_tok)
+        total = total + len(logits) * config.router_aux_loss_coef * aux
+    return total / len(router_logits)
 
 
 def train_hf_model(
@@ -183,33 +240,32 @@ def train_hf_model(
     torch.set_num_threads(1)
     hf = hf_model(model)
     hf.train()
-    samples, omni, base = HFSamples(model, rows), config.omni, config.optimizer.params["lr"]
-    (tower,) = omni.encoders.values()
-    rates = {"llm": omni.llm.lr, "tower": tower.lr, "projector": tower.projector.lr}
-    frozen = {"llm": omni.llm.freeze, "tower": tower.freeze, "projector": tower.projector.freeze}
+    samples, omni, base = hf_samples(model, rows), config.omni, config.optimizer.params["lr"]
     groups = []
     for name, parameter in hf.named_parameters():
-        part = part_of(name)
-        fixed = frozen[part] or "audio_tower.embed_positions" in name  # sinusoids, frozen in HF's class
+        section = section_of(name, omni)
+        fixed = section.freeze or "audio_tower.embed_positions" in name  # sinusoids, frozen in HF's class
         parameter.requires_grad_(not fixed)
         if not fixed:
-            lr = base if rates[part] is None else rates[part]
+            lr = base if section.lr is None else section.lr
             decay = config.optimizer.params["weight_decay"] if parameter.dim() >= 2 else 0.0
             groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, lr=base, eps=config.optimizer.params["eps"])
     trained = [p for group in groups for p in group["params"]]
     losses, norms, gradients = [], [], {}
     for step in range(steps):
-        loss, targets = torch.zeros(()), 0
+        loss, penalty, targets, tokens = torch.zeros(()), torch.zeros(()), 0, 0
         for row in sampler.rows(step):
             sample, inputs = dataset.encode(row), samples.inputs(row)
             assert inputs["input_ids"][0].tolist() == sample.input_ids.tolist(), f"row {row}: other tokens"
             labels = torch.as_tensor(sample.labels)
-            logits = hf(**inputs, use_cache=False).logits[0]
-            loss = loss + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            targets += int((labels >= 0).sum())
+            out = hf(**inputs, use_cache=False)
+            loss = loss + F.cross_entropy(out.logits[0], labels, ignore_index=-100, reduction="sum")
+            if getattr(hf.config.get_text_config(), "output_router_logits", False):
+                penalty = penalty + router_penalty(hf, out.router_logits)
+            targets, tokens = targets + int((labels >= 0).sum()), tokens + len(labels)
         optimizer.zero_grad()
-        (loss / targets).backward()
+        (loss / targets + penalty / tokens).backward()
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.gradient_clipping)))

@@ -13,6 +13,13 @@ from tests.parity.export_support import LLM, Case, Reference, audio, image
 
 QWEN3 = LLM | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
 LLAMA = LLM | {"model_type": "llama"}
+GEMMA3 = LLM | {
+    "model_type": "gemma3_text",
+    "head_dim": 8,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
 
 CASES = [
     # Two encoders, tied head, whole clips and clips of several windows, images of two sizes, many shards.
@@ -25,7 +32,7 @@ CASES = [
     Case("padded_audio", LLAMA, {"ear": audio(factor=3, pad_to_window=True)}),
     Case("dino", LLM | {"model_type": "mistral", "sliding_window": 9}, {"eye": image(model_type="dinov2")}),
     Case("naflex", LLAMA, {"eye": image(model_type="siglip2_vision_model")}),
-    Case("registers", LLAMA, {"eye": image(model_type="dinov2_with_registers", feature_select="full")}),
+    Case("registers", GEMMA3, {"eye": image(model_type="dinov2_with_registers", feature_select="full")}),
     Case(
         "clip_stacked",
         LLAMA,

@@ -62,6 +62,13 @@ QWEN = {
         "fullatt_block_indexes": [1],
     },
     "qwen2_vl_vision": {"embed_dim": 24, "hidden_size": 24, "mlp_ratio": 2},
+    "qwen3_vl_vision": {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "out_hidden_size": 24,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [2, 0],
+    },
 }
 
 

@@ -67,7 +67,7 @@ def _reference(config_path: str, checkpoints: str) -> dict[str, Any]:
     return train_reference(run.config, run.dataset, run.sampler, Path(checkpoints), initial, STEPS)
 
 
-def check(freeze: str, world: int, overrides: tuple[str, ...], tied: bool = False) -> None:
+def check(freeze: str, world: int, overrides: tuple[str, ...], tied: bool = False) -> list[dict[str, Any]]:
     config = config_for(freeze, tied)
     results = run_ranks(train_and_collect, world, str(config), overrides, timeout=120)
     expected = reference(freeze, tied)
@@ -80,6 +80,7 @@ def check(freeze: str, world: int, overrides: tuple[str, ...], tied: bool = Fals
     assert difference < 1e-5, where
     moved, _ = largest_difference(final, merge_weights(results, "initial"))
     assert moved > 1e-4, "nothing was trained"
+    return results
 
 
 def layout(stages: int, placement: str = "colocated", zero: int = 2, *more: str) -> tuple[str, ...]:
@@ -128,10 +129,12 @@ def test_balance_off_changes_nothing() -> None:
     check("nothing", 2, layout(1, "colocated", 2, "omni.balance.mode=off"))
 
 
-# Ranks with layout(): dp2 and pp2dp2. Images have 16 tokens, so that all are encoded in slices.
-@pytest.mark.parametrize(("world", "stages"), [(2, 1), (4, 2)])
+# Ranks with layout(): dp3, where the third is in no gang of its own, and pp2dp2. Images have 16 tokens, so
+# that all are encoded in slices.
+@pytest.mark.parametrize(("world", "stages"), [(3, 1), (4, 2)])
 def test_slices_of_images_change_nothing(world: int, stages: int) -> None:
-    check("nothing", world, layout(stages, "colocated", 2, "omni.encoder_parallel.long_short=8"))
+    results = check("nothing", world, layout(stages, "colocated", 2, "omni.encoder_parallel.long_short=8"))
+    assert results[0]["slices"] > 0
 
 
 # Placements differ only with more than one stage, ZeRO stages only where an encoder trains.

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_model, model_config, other_names, rows_of, tower_of
-from parity.model_reference import HFSamples, hf_model
+from families import FAMILIES, family_config, make_model, other_names, rows_of
+from parity.model_reference import hf_model, hf_samples
 from ranks import run_ranks
 from tiny import write_config
 from worker import train_and_collect
 
 BF16 = "bfloat16"
+TRAINED = ("qwen2_5_vl", "qwen3_vl_moe", "llava_onevision", "gemma3", "qwen2_5_omni")  # in `make test`
 
 
 def export(config_path: str, steps: int, overrides: tuple[str, ...] = ()) -> str:
@@ -52,11 +53,13 @@ def assert_identical(one: Path, other: Path) -> None:
 
 def config_of(family: str, folder: Path, model: Path, **omni: Any) -> str:
     rows = rows_of(family, folder / "rows")
-    raw = model_config(model, rows, folder / "run", tower_of(family), **omni)
+    raw = family_config(family, model, rows, folder / "run", **omni)
     return str(write_config(raw, folder / "config.json"))
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["saved", "other"])
+@pytest.mark.parametrize(
+    "others", [pytest.param(False, marks=pytest.mark.full), True], ids=["saved", "other"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model", tied=others, dtype=BF16)
@@ -64,11 +67,26 @@ def test_import_and_export_is_the_identity(family: str, others: bool, tmp_path: 
     if others:
         other_names(family, model)
     config = config_of(family, tmp_path, model, export={"max_shard_size": "100KB"})
+    layout = ("pipeline.stages=2",)
+    if others and FAMILIES[family].experts:
+        layout = ("expert_parallel.enabled=true", "expert_parallel.autoep_size=2")
+    out = run_ranks(export, 2, config, 0, (*layout, "bf16.enabled=true"), timeout=120)[0]
+    assert_identical(model, Path(out))
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_omni_thinker", pytest.param("qwen3_omni_moe_thinker", marks=pytest.mark.full)]
+)
+def test_a_thinker_that_was_saved_alone_stays_alone(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model", dtype=BF16)
+    config = config_of(family, tmp_path, model)
     out = run_ranks(export, 2, config, 0, ("pipeline.stages=2", "bf16.enabled=true"), timeout=120)[0]
     assert_identical(model, Path(out))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in TRAINED else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES]
+)
 def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     config = config_of(family, tmp_path, model)
@@ -78,9 +96,8 @@ def test_a_trained_export_reloads_with_the_trained_logits(family: str, tmp_path:
     assert reloaded != pytest.approx(run_ranks(losses, 1, str(model), str(rows), timeout=120)[0], rel=1e-2)
     again = tmp_path / "again"
     again.mkdir()
-    trained = model_config(
-        Path(out), rows, again, tower_of(family), eval={"sets": {"all": {"path": str(rows)}}}
-    )
+    sets = {"sets": {"all": {"path": str(rows)}}}
+    trained = family_config(family, Path(out), rows, again, eval=sets)
     trained |= {"train_batch_size": 16}
     path = write_config(trained, again / "config.json")
     ours = run_ranks(train_and_collect, 1, str(path), (), 1, timeout=120)[0]["losses"][0]
@@ -92,7 +109,7 @@ def losses(folder: str, rows: str) -> float:
     import torch.nn.functional as F
 
     hf = hf_model(Path(folder)).eval()
-    samples = HFSamples(Path(folder), Path(rows))
+    samples = hf_samples(Path(folder), Path(rows))
     total, targets = 0.0, 0
     for number in range(len(samples.rows)):
         inputs = samples.inputs(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import pytest
@@ -13,9 +14,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
+from models.decoders import runtime_config
 from models.init import empty_parameters
-from models.llm import DecoderLayer, runtime_config
-from models.packed import StageState
+from models.llm import DecoderLayer
+from models.packed import PackedBatch, StageState
 from models.parameters import held_parameters
 from omni_ds.engine.llm_engine import OmniPipelineEngine
 from omni_ds.engine.optimizer_adapter import adapt
@@ -45,9 +47,10 @@ from tests.unit.model_helpers import packed_batch
 STEPS, CLIP, LR, EPS = 3, 0.3, 1e-3, 1e-4
 
 
-def _reference(name: str, world: int, rounded: bool):
-    """(model after the steps, model before, norms): all documents in one process, clipped AdamW in fp32, from
-    weights that are bf16 numbers where ``rounded``."""
+def _reference(name: str, world: int, rounded: bool, seed: int, low: bool = False):
+    """(model after the steps, model before, norms, choices of experts): all documents in one process, clipped
+    AdamW in fp32, from weights that are bf16 numbers where ``rounded``. low: forward and backward passes in
+    bf16, as HF does them, with gradients summed in fp32."""
     start = hf_model(moe_config(name))
     if rounded:
         start.bfloat16().float()
@@ -59,23 +62,70 @@ def _reference(name: str, world: int, rounded: bool):
         {"params": decay, "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    choices = _count_choices(model)
     optimizer, norms = torch.optim.AdamW(groups, lr=LR, eps=EPS), []
     for step in range(STEPS):
-        data = batches(world, seed=step)
+        data = batches(world, seed=seed + step)
         targets = sum(len(batch.target_ids) for batch in data)
-        sum(loss + penalty for loss, penalty in (hf_loss(model, batch) for batch in data)).div(
-            targets
-        ).backward()
+        for batch in data:
+            _backward(model, batch, targets, low)
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    return model, start, norms
+        choices.append(torch.zeros_like(choices[0]))
+    return model, start, norms, torch.stack(choices[:-1])
 
 
-def _train(name: str, expert: int, bf16: bool, own_step: bool, stage: int = 1) -> dict[str, float]:
-    """Largest errors of norms and weights; with ``own_step`` DeepSpeed clips and steps by itself."""
+def _count_choices(model: torch.nn.Module) -> list[torch.Tensor]:
+    """A list to whose last element, [MoE layers, E] int64, choices of tokens are added from now on."""
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    experts, top_k = model.config.num_local_experts, model.config.num_experts_per_tok
+    choices = [torch.zeros(len(gates), experts, dtype=torch.int64)]
+
+    def add(number: int, logits: torch.Tensor) -> None:
+        chosen = logits.float().topk(top_k, dim=-1).indices
+        choices[-1][number] += chosen.flatten().bincount(minlength=experts)
+
+    for number, gate in enumerate(gates):
+        gate.register_forward_hook(lambda _m, _i, output, number=number: add(number, output[0]))
+    return choices
+
+
+def _backward(model: torch.nn.Module, batch: PackedBatch, targets: int, low: bool) -> None:
+    """Add the gradients of a rank's documents to the model's."""
+    run = model
+    if low:
+        run = copy.deepcopy(model).bfloat16()
+        run.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+        run.zero_grad()
+    sum(hf_loss(run, batch)).div(targets).backward()
+    if low:
+        for master, parameter in zip(model.parameters(), run.parameters(), strict=True):
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+
+
+def _hf_in_bf16(name: str, world: int, seed: int) -> dict[str, Any]:
+    """What `_train` returns, of HF's model in bf16 in one process, for the documents of all ranks."""
+    after, start, norms, choices = _reference(name, world, True, seed)
+    low, _, low_norms, same = _reference(name, world, True, seed, low=True)
+    assert torch.equal(choices, same)
+    trained = [n for n, p in after.named_parameters() if p.requires_grad]
+    after, start, low = (dict(model.named_parameters()) for model in (after, start, low))
+    moved = sum((after[n] - start[n]).square().sum() for n in trained)
+    distance = sum((after[n] - low[n]).square().sum() for n in trained)
+    norm = max(abs(a - b) / b for a, b in zip(low_norms, norms, strict=True))
+    return {"norm": norm, "update": float((distance / moved) ** 0.5), "choices": choices.flatten().tolist()}
+
+
+def _train(
+    name: str, expert: int, bf16: bool, own_step: bool, stage: int = 1, seed: int = 0
+) -> dict[str, Any]:
+    """Largest errors of norms and weights, and how often this rank's tokens chose each expert of each layer
+    in each step; with ``own_step`` DeepSpeed clips and steps by itself. seed: of the first step's data."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    after, before, norms = _reference(name, world, bf16)
+    after, before, norms, _ = _reference(name, world, bf16, seed)
     groups = expert_groups(world, expert)
     register_expert_groups(groups)
     model = Sharded(before, groups, recompute=True)
@@ -94,11 +144,12 @@ def _train(name: str, expert: int, bf16: bool, own_step: bool, stage: int = 1) -
         settings |= {"communication_data_type": "fp32"}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     assert type(engine.optimizer).__name__ == ("BF16_Optimizer" if bf16 else "DeepSpeedZeroOptimizer")
-    errors = {"norm": 0.0, "weight": 0.0, "update": 0.0}
+    errors = {"norm": 0.0, "weight": 0.0, "update": 0.0, "choices": []}
     for step in range(STEPS):
-        data = batches(world, seed=step)
+        data = batches(world, seed=seed + step)
         targets = sum(len(batch.target_ids) for batch in data)
-        loss, _ = engine(data[rank])
+        loss, state = engine(data[rank])
+        errors["choices"] += torch.stack(state.router_counts).flatten().tolist()
         engine.backward(loss * world / targets)
         adapter = adapt(engine.optimizer)
         if own_step:
@@ -139,10 +190,17 @@ def test_fp32_equals_one_process(name: str, world: int, expert: int, own_step: b
         assert errors["update"] <= 1e-4, errors  # relative to the update itself
 
 
-@pytest.mark.parametrize(("name", "world", "expert"), [("mixtral", 2, 2), ("qwen3-moe-mixed", 4, 2)])
-def test_bf16_optimizer_follows_one_process(name: str, world: int, expert: int) -> None:
-    for errors in run_ranks(_train, world, name, expert, True, False):
-        assert errors["norm"] <= 0.03 and errors["update"] <= 0.1, errors
+@pytest.mark.parametrize(
+    ("name", "world", "expert", "seed"),  # of documents none of whose tokens bf16 sends to another expert
+    [("mixtral", 2, 2, 200), ("mixtral", 4, 2, 820), ("qwen3-moe-mixed", 2, 2, 510)],
+)
+def test_bf16_optimizer_follows_one_process(name: str, world: int, expert: int, seed: int) -> None:
+    """As close to fp32 as HF's model in bf16 with the same masters; twice that, because roundings differ."""
+    (hf,) = run_ranks(_hf_in_bf16, 1, name, world, seed)
+    results = run_ranks(_train, world, name, expert, True, False, 1, seed)
+    assert [sum(counts) for counts in zip(*(r["choices"] for r in results), strict=True)] == hf["choices"]
+    for errors in results:
+        assert errors["norm"] <= 2 * hf["norm"] and errors["update"] <= 2 * hf["update"], (errors, hf)
 
 
 def _stage_without_experts(bf16: bool) -> dict[str, float]:
@@ -219,7 +277,9 @@ def _random_loss(layer: DecoderLayer, stage: int, place: int, dtype: torch.dtype
     return (state.hidden.float() * weight).sum()
 
 
-@pytest.mark.parametrize(("bf16", "norm", "update"), [(False, 1e-5, 1e-4), (True, 0.03, 0.1)])
+# bf16: elements of the update are off by what HF's in bf16 are (2 to 3 % in the test above); in the norm
+# that averages out, to less than one rounding.
+@pytest.mark.parametrize(("bf16", "norm", "update"), [(False, 1e-5, 1e-4), (True, 2**-9, 2**-5)])
 def test_a_pipeline_stage_without_experts(bf16: bool, norm: float, update: float) -> None:
     for errors in run_ranks(_stage_without_experts, 4, bf16):
         assert errors["norm"] <= norm and errors["update"] <= update, errors

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.documents import Documents
 from models.init import assign
-from models.moe import Documents, RouterPenalty, build_moe, configure_experts, expert_load, router_losses
+from models.moe import RouterPenalty, build_moe, configure_experts, expert_load, router_losses
 from models.packed import PackedBatch
 from omni_ds.parallel.layer_groups import LayerGroups
 from tests.parity.moe_support import (
@@ -213,8 +214,8 @@ def test_expert_load_is_the_worst_layers_maximum_over_mean() -> None:
     assert expert_load([]) == 1.0
 
 
-def _bf16(name: str) -> float:
-    """Relative difference between our bf16 block on two ranks and HF's in fp32, over HF's own in bf16."""
+def _bf16(name: str) -> tuple[float, float]:
+    """Relative differences to HF's loss in fp32: of ours in bf16 on two ranks, of HF's own in bf16."""
     rank, groups = dist.get_rank(), expert_groups(2, expert=2)
     config = moe_config(name)
     reference, data = hf_model(config), batches(2)
@@ -234,4 +235,4 @@ def _bf16(name: str) -> float:
 @pytest.mark.parametrize("name", list(CASES))
 def test_bf16_is_as_close_as_hf_in_bf16(name: str) -> None:
     for ours, hf in run_ranks(_bf16, 2, name):
-        assert ours <= max(2 * hf, 0.01), (ours, hf)
+        assert ours <= max(2 * hf, 2**-9), (ours, hf)  # at least a rounding to bf16

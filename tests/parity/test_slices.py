@@ -217,4 +217,6 @@ def test_split_items_equal_whole_ones(name: str) -> None:
             for where, difference in differences.items():
                 assert difference < TOLERANCE, f"rank {rank}: {what} {where} differs by {difference}"
         seen |= result[name]["outputs"].keys()
-    assert len(seen) >= len(PARTS) and len(results()[0][name]["parameters"]) > 10
+    # Of a recording each part has a number of its own; a tower's images are one each.
+    assert len(seen) >= len(ODD if name in TOWERS else PARTS)
+    assert len(results()[0][name]["parameters"]) > 10

@@ -182,22 +182,21 @@ def frozen_decoder(case: Case, group) -> None:
 class Kernel:
     """Attention alone, as an encoder with long segments calls it, in fp64 (HF's norms round to fp32)."""
 
-    kv_of_head: tuple[int, ...]
+    heads: tuple[int, int]  # of queries, of keys and values
     mask: MaskSpec
     bounds: tuple[int, ...] | None = None
     value_size: int = 8
-    declared: bool = True  # else the back end finds the groups by itself
 
 
 def kernels(ranks: int) -> list[Kernel]:
     full, causal = MaskSpec(), MaskSpec(causal=True)
-    shares = [(0, 1, 2), (0, 0, 0, 1, 1), (0, 0), (0, 1, 1, 1, 2)]
+    shares = [(3, 3), (6, 2), (2, 1), (10, 5)]
     gaps = (0, 0, *([7] * (ranks - 2)), 53)  # the first shard is empty, and all but the second and the last
     return [
         *(Kernel(share, mask) for share, mask in product(shares, [full, causal])),
-        Kernel((0, 0, 1, 1), full, value_size=5, declared=False),
-        Kernel((0, 1, 2, 3), full, bounds=gaps),
-        Kernel((0, 0, 1, 1), MaskSpec(causal=True, window=3), bounds=gaps),
+        Kernel((4, 2), full, value_size=5),
+        Kernel((4, 4), full, bounds=gaps),
+        Kernel((4, 2), MaskSpec(causal=True, window=3), bounds=gaps),
     ]
 
 
@@ -205,7 +204,7 @@ def attention(kernel: Kernel, group) -> None:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     bounds = kernel.bounds or even_bounds(sum(PRIME), ranks)
     generator = torch.Generator().manual_seed(2)
-    heads, kv_heads = len(kernel.kv_of_head), kernel.kv_of_head[-1] + 1
+    heads, kv_heads = kernel.heads
 
     def random(count: int, size: int) -> Tensor:
         return torch.randn(1, count, bounds[-1], size, dtype=torch.float64, generator=generator)
@@ -215,17 +214,14 @@ def attention(kernel: Kernel, group) -> None:
     mine = slice(bounds[rank], bounds[rank + 1])
 
     twins = [x.clone().requires_grad_() for x in whole]
-    spread = [twins[0], *(x[:, list(kernel.kv_of_head)] for x in twins[1:])]
+    spread = [twins[0], *(x.repeat_interleave(heads // kv_heads, dim=1) for x in twins[1:])]
     packing = Packing.of(PRIME, "cpu", kernel.mask)
     expected, _ = omni_attention(nn.Module(), *spread, packing)
     expected.backward(gradient)
 
-    module = nn.Module()
-    if kernel.declared:
-        module.kv_of_head = kernel.kv_of_head
     local = [x[:, :, mine].clone().requires_grad_() for x in whole]
     cut = Packing(packing.cu_seqlens, PRIME, kernel.mask, Ulysses(group, bounds))
-    out, _ = omni_attention(module, *local, cut)
+    out, _ = omni_attention(nn.Module(), *local, cut)
     out.backward(gradient[:, mine])
 
     what = f"{kernel} on {ranks} ranks"

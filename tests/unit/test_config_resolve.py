@@ -182,3 +182,10 @@ def test_degrees_are_one_where_no_memory_is_known_and_chosen_where_it_is():
     assert settle_degrees(given, 4, device, composition) == (given, None)
     with pytest.raises(UserError, match="no layout of 4 ranks fits"):
         settle_degrees(_auto(omni__hardware={"device_memory_gib": 0.001}), 4, Device(), composition)
+
+
+def test_sums_in_bf16_need_a_gpu_where_bf16_is_auto():
+    config = validate(minimal(bf16={"enabled": "auto"}, data_types={"grad_accum_dtype": "bf16"}))
+    for has_cuda, expected in ((True, "bf16"), (False, "fp32")):
+        resolved = resolve(config, 1, None, has_cuda=has_cuda)
+        assert resolved.bf16.enabled is has_cuda and resolved.data_types.grad_accum_dtype == expected

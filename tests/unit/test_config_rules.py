@@ -96,6 +96,11 @@ RULES = [
         "use AdamW or CPUAdam",
     ),
     (
+        {"optimizer__type": "FusedLamb", "zero_optimization__offload_optimizer": {"device": "cpu"}},
+        "optimizer.type: FusedLamb updates on the GPU",
+        "use AdamW or CPUAdam",
+    ),
+    (
         {"zero_optimization__stage": 2, "pipeline__stages": 2},
         "zero_optimization.stage: 2 shards gradients",
         "set zero_optimization.stage to 1, or pipeline.stages to 1",

@@ -6,7 +6,8 @@ import pytest
 from data.errors import RowError
 from data.placeholders import add_placeholders
 from data.rows import RowReader
-from data.text import TextProcessor, Tokenised
+from data.text import TextProcessor
+from data.tokenised import Tokenised
 from omni_ds.errors import UserError
 from tests.unit.data_helpers import GOLDEN, encoder, make_text, make_tokenizer, shown
 

@@ -152,7 +152,9 @@ def test_feature_positions_are_in_the_order_of_the_transfers_pieces(dataset):
 def test_an_empty_micro_batch(dataset):
     packed, _ = pack(dataset, MicroBatch(0))
     assert packed.cu_seqlens.tolist() == [0]
-    assert all(len(v) == 0 and v.dtype == np.int64 for k, v in vars(packed).items() if k != "cu_seqlens")
+    assert packed.spans == ()
+    arrays = {k: v for k, v in vars(packed).items() if k not in ("cu_seqlens", "spans")}
+    assert all(len(v) == 0 and v.dtype == np.int64 for v in arrays.values())
 
 
 def test_workers_change_nothing_and_no_random_number_is_drawn(dataset):

@@ -26,7 +26,7 @@ def opened(model: Path, folder: Path, rows: list[dict], tower: str = "vision", *
     write_rows(folder, 3)
     path = folder / "given.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = complete(validate(model_config(model, path, folder, tower, data=data)))
+    config = complete(validate(model_config(model, path, folder, (tower,), data=data)))
     parts = read_composition(config)
     metas = {meta.name: meta for meta in parts.encoders}
     return open_dataset(

@@ -231,7 +231,9 @@ def test_experts_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     source = WeightSource(str(tmp_path))
-    weights = PartWeights(source, "llm.", model, map_names(source.names(), model), lambda _: True)
+    weights = PartWeights(
+        source, "llm.", model, map_names(source.names(), model, shape_of=source.shape), lambda _: True
+    )
     read = []
     original = WeightSource.read
     monkeypatch.setattr(

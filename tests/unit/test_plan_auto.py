@@ -158,6 +158,8 @@ def test_hardware_from_names_and_from_the_configuration():
     given = section(device_memory_gib=0.5, inter_node_gbps=12.5, peak_tflops=989.0, gpus_per_node=4)
     set_ = hardware_of(given)
     assert (set_.memory, set_.inter_bytes, set_.per_node) == (GIB // 2, 12_500_000_000, 4)
-    assert set_.peak_flops == 989 * 10**12
+    assert set_.peak_flops == 989 * 10**12 and set_.intra_bytes == 64 * 10**9
     other = hardware_of(section(device_memory_gib=80))
     assert other.name == "device" and other.peak_flops == 300 * 10**12 and other.per_node == 8
+    other = hardware_of(section(device_memory_gib=80, peak_tflops=989))  # as docs/layouts.md has it
+    assert (other.intra_bytes, other.per_node) == (64 * 10**9, 8)

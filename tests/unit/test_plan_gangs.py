@@ -14,7 +14,7 @@ from omni_ds.plan import retime
 from omni_ds.plan import step as planning
 from omni_ds.plan.actions import Action, Kind
 from omni_ds.plan.build import build_step
-from omni_ds.plan.gangs import largest_gang, stage_blocks
+from omni_ds.plan.gangs import blocks_for, guests_of, largest_gang, stage_blocks
 from omni_ds.plan.mesh import Mesh
 from omni_ds.plan.sample import Item, SampleMeta
 from omni_ds.plan.times import TimeModel, llm_key
@@ -157,3 +157,10 @@ def test_off_where_it_cannot_be():
     assert plan_of(2, 4, max_sp=2).largest_gang == 2
     plan = plan_of(2, 2, group_size=1)
     assert plan.largest_gang == 1
+
+
+def test_a_replica_that_is_left_over_is_served_by_its_reorder_group() -> None:
+    """Three ranks, gangs of two: the third has no neighbour to share an image with."""
+    mesh = Mesh(pipe=1, data=3)
+    assert blocks_for(mesh, 2, 3, 0) == blocks_for(mesh, 2, 3, 2) == ((0, 1),)
+    assert guests_of(mesh, 2, 3, 2) == (0, 1)

@@ -40,6 +40,17 @@ def test_targets_add_up(percent):
     assert min(share for row in targets for share in row) >= 0
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("part", [0, 1, 10])
+def test_backwards_of_next_to_nothing(stages, part):
+    """A small projector behind a frozen tower: its backward pass is less than a thousandth of the forward."""
+    llm, windows, forward = _step(stages, 16, 30_000)
+    backward = [part * f // 10_000 for f in forward]
+    assert (backward[0] > 0) == (part > 0)
+    targets = share_targets(llm, time_line(llm), windows, forward, backward)
+    assert [sum(row) for row in targets] == forward
+
+
 def test_early_windows_go_to_late_stages_and_that_is_faster():
     llm, windows, forward = _step(8, 32, 30)
     targets = share_targets(llm, time_line(llm), windows, forward, [2 * f for f in forward])

@@ -18,7 +18,10 @@ RECIPES = {
     "finetune": ("Qwen2.5-VL-3B-Instruct", 3_754_622_976),
     "qwen2.5-vl-7b": ("Qwen2.5-VL-7B-Instruct", 8_292_166_656),
     "llava-1.5-7b": ("llava-1.5-7b-hf", None),
+    "qwen3-vl-30b-a3b": ("Qwen3-VL-30B-A3B-Instruct", 31_070_754_032),
     "qwen2-audio-7b": ("Qwen2-Audio-7B-Instruct", 8_397_094_912),
+    "qwen3-omni-30b-a3b": ("Qwen3-Omni-30B-A3B-Instruct", None),
+    "qwen2.5-omni-7b": ("Qwen2.5-Omni-7B", 8_931_813_888),
 }
 COMPOSED = ("composed", "siglip-whisper-qwen3-8b")
 PARTS = {  # of both, with the parameters of the published checkpoints
@@ -59,6 +62,12 @@ def test_a_composed_recipe_plans_offline_for_eight_gpus(recipe: str) -> None:
     tower = whole["encoders.vision"].vision_model  # its head pools what no feature comes from
     assert vision.tower_parameters == _count(tower) - _count(tower.head)
     assert audio.tower_parameters == _count(whole["encoders.audio"].model.encoder)
+
+
+def test_degrees_are_chosen_beside_those_that_are_given() -> None:
+    paths = [f"omni.{part}.path={ROOT / 'ds_configs' / 'models' / name}" for part, (name, _) in PARTS.items()]
+    config, _ = _read(COMPOSED[1], [*paths, "tensor_parallel.autotp_size=auto"])
+    assert config.pipeline.stages == 4 and config.tensor_parallel.autotp_size in (1, 2)
 
 
 def test_all_other_configurations_plan_as_they_are() -> None:

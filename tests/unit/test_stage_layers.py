@@ -19,9 +19,9 @@ class Layer(DecoderLayer):
 
     def forward(self, state: StageState) -> StageState:
         self.runs += 1
-        if state.rotary is None:
-            state.rotary = (torch.full((4,), 2.0), torch.zeros(4))
-        hidden = torch.tanh(self.linear(state.hidden)) * state.rotary[0]
+        if None not in state.rotary:
+            state.rotary[None] = (torch.full((4,), 2.0), torch.zeros(4))
+        hidden = torch.tanh(self.linear(state.hidden)) * state.rotary[None][0]
         auxiliary = hidden.square().sum()
         if state.auxiliary is not None:
             auxiliary = state.auxiliary + auxiliary

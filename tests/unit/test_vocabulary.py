@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from models.llm import build_llm_layers, tensor_sizes
+from models.decoders import tensor_sizes
+from models.llm import build_llm_layers
 from omni_ds.errors import UserError
 from omni_ds.parallel.layer_groups import ALONE
 from omni_ds.parallel.tensor import shard_decoder_layer

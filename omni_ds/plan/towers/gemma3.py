@@ -6,7 +6,7 @@ An item is an image of the one size that the tower's positions are made for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ class Gemma3VisionMeta(EncoderMeta):
             **asdict(geometry),
         )
 
+    def example_shape(self, scale: float) -> tuple[int, ...]:
+        return self.image, self.image
+
     @property
     def projector_in(self) -> int:
         return self.hidden
@@ -54,11 +57,3 @@ class Gemma3VisionMeta(EncoderMeta):
     @property
     def projector_flops(self) -> tuple[int, int]:
         return 0, 2 * self.hidden * self.out_hidden
-
-    def measure(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        if tuple(shape) != (self.image, self.image) and tuple(shape) != self.minimal_shape():
-            raise UserError(
-                f"omni.encoders.{self.name}: images of {shape[0]} x {shape[1]} pixels, the tower takes "
-                f"{self.image} x {self.image}; use the image processor of the same checkpoint"
-            )
-        return super().measure(shape)

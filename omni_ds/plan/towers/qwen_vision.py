@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL in numbers.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni in numbers.
 
 An item is an image of any size whose sides are multiples of ``patch * factor``; its segment is the whole
 image. A video is a multiple of ``temporal`` frames of one such size; each ``temporal`` of them are a segment.
@@ -39,8 +39,8 @@ _EXAMPLE_SIDE = 1008  # pixels: about what Qwen's processors allow at most, 1280
 
 
 def has_windows(model_type: str) -> bool:
-    """Whether a tower is Qwen2.5-VL's."""
-    return model_type.startswith("qwen2_5_vl")
+    """Whether a tower is Qwen2.5-VL's, or Qwen2.5-Omni's, which is the same."""
+    return model_type.startswith(("qwen2_5_vl", "qwen2_5_omni"))
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,10 @@ class QwenVisionMeta(EncoderMeta):
     def example_shape(self, scale: float) -> tuple[int, ...]:
         side = max(1, int(_EXAMPLE_SIDE * scale) // self.side) * self.side
         return side, side
+
+    def example_video(self, scale: float) -> tuple[int, ...]:
+        steps = max(1, int(32 * scale) // self.temporal)
+        return (steps * self.temporal, *self.example_shape(min(0.5, 2 * scale)))
 
     def _first_flops(self, segments: Sequence[int]) -> int:
         return 2 * sum(segments) * self.channels * self.temporal * self.patch**2 * self.hidden

@@ -1,0 +1,71 @@
+"""Fused functions on a CUDA device, against the plain ones on the CPU in fp32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.fused import rotated
+from models.gated_mlp import gated_mlp
+from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
+from tests.unit.test_gated_mlp import MLP
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+
+
+def close(got: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours.float().cpu() - theirs).norm() <= bound * theirs.norm()
+
+
+@DTYPES
+@pytest.mark.parametrize("inner", [96, 171])
+def test_gated_mlp(inner: int, dtype: torch.dtype, bound: float) -> None:
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    mlp, x = MLP(64, inner, True), torch.randn(300, 64)
+    results = []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        module = copy.deepcopy(mlp).to(device, kind)
+        value = x.detach().clone().to(device, kind).requires_grad_()
+        out = module(value) if device == "cpu" else gated_mlp(module, value)
+        out.float().sin().sum().backward()
+        results.append([out.detach(), value.grad, *(p.grad for p in module.parameters())])
+    close(results[1], results[0], bound)
+
+
+@DTYPES
+@pytest.mark.parametrize("block", [1, 1 << 27])
+def test_linear_cross_entropy(block: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(700, 64).bfloat16().float(), torch.randn(1030, 64).bfloat16().float() * 0.3
+    targets = torch.randint(0, 1030, (700,))
+    hidden.requires_grad_(), weight.requires_grad_()
+    losses = F.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+    losses.sum().backward()
+    ours = [x.detach().to("cuda", dtype).requires_grad_() for x in (hidden, weight)]
+    got = linear_cross_entropy(*ours, targets.cuda(), 0, None, block)
+    got.sum().backward()
+    close([got.detach(), *(x.grad for x in ours)], [losses.detach(), hidden.grad, weight.grad], bound)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [64, 80])
+def test_rotation_of_vision_towers(width: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    angles = torch.randn(200, width // 2).repeat(1, 2)
+    query, key, other = (torch.randn(200, 4, width) for _ in range(3))
+    results = []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        leaves = [x.detach().clone().to(device, kind).requires_grad_() for x in (query, key)]
+        out = rotated(*leaves, angles.cos().to(device), angles.sin().to(device))
+        sum((x.float() * other.to(device)).sum() for x in out).backward()
+        results.append([*(x.detach() for x in out), *(leaf.grad for leaf in leaves)])
+    close(results[1], results[0], bound)
