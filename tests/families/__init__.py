@@ -55,11 +55,13 @@ FAMILIES = {
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
     "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
-    "llava_onevision": TinyFamily(tiled.onevision, tiled.NAMES, media=("image", "video"), never=("gangs",)),
-    "internvl": TinyFamily(
-        tiled.internvl, tiled.NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    "llava_onevision": TinyFamily(
+        tiled.onevision, tiled.ONEVISION_NAMES, media=("image", "video"), never=("gangs",)
     ),
-    "internvl_llama": TinyFamily(tiled.internvl, tiled.NAMES, layouts=(), long="parts"),
+    "internvl": TinyFamily(
+        tiled.internvl, tiled.INTERNVL_NAMES, media=("image", "video"), layouts=("pp2tp2",), long="parts"
+    ),
+    "internvl_llama": TinyFamily(tiled.internvl, tiled.INTERNVL_NAMES, layouts=(), long="parts"),
     "qwen2_audio": TinyFamily(qwen_audio.qwen_audio, qwen_audio.NAMES, media=("audio",), never=("gangs",)),
     "gemma3": TinyFamily(gemma3.gemma3, gemma3.NAMES, layouts=("pp2sp2",)),
     "voxtral": TinyFamily(

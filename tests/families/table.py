@@ -18,7 +18,7 @@ NAMES = {
     "llava": "LLaVA (`llava`), CLIP + Llama",
     "llava_siglip": "LLaVA (`llava`), SigLIP + Qwen2",
     "llava_onevision": "LLaVA-OneVision (`llava_onevision`)",
-    "internvl": "InternVL (`internvl`), Qwen2",
+    "internvl": "InternVL (`internvl`), Qwen3",
     "internvl_llama": "InternVL (`internvl`), Llama",
     "qwen2_audio": "Qwen2-Audio (`qwen2_audio`)",
     "gemma3": "Gemma3 (`gemma3`)",

@@ -123,10 +123,13 @@ def internvl(family: str, tied: bool):
     return model, tokenizer, processor
 
 
-NAMES = {
+ONEVISION_NAMES = {  # the tower as on the hub, the newline as the class has it today
+    "vision_tower.": "vision_tower.vision_model.",
+    "image_newline": "model.image_newline",
+}
+INTERNVL_NAMES = {
     "language_model.model.": "model.language_model.",
     "language_model.": "",
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
-    "image_newline": "model.image_newline",
 }
