@@ -9,13 +9,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.errors import MediaError
 from data.frame_sampling import Formula, FrameSampling, evenly, sample_frames
+from data.hub_files import side_file
 from data.media import MediaHeader, MediaRef
 from data.native import pixel_values
 from data.planned import Planned, Preprocess
@@ -181,23 +181,15 @@ def asked_sampling(
 
 def stored_processor(path: str) -> dict[str, Any]:
     """What a checkpoint says about videos: the first that it has of the places where transformers looks."""
-    from transformers.utils import cached_file
-
     for name, key in (
         ("processor_config.json", "video_processor"),
         ("video_preprocessor_config.json", None),
         ("preprocessor_config.json", None),
     ):
-        file = cached_file(
-            path,
-            name,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        file = side_file(path, name)
         if file is None:
             continue
-        content = json.loads(Path(file).read_text())
+        content = json.loads(file.read_text())
         content = content.get(key) if key else content
         if content:
             return {name: value for name, value in content.items() if value is not None}

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.hub_files import side_file
 from data.model_text import ModelTextProcessor
 from data.omni_positions import ClockPositions
 from data.omni_text import OmniTextProcessor
@@ -80,19 +81,11 @@ def build_model_text(config: Any, checkpoint: Any, metas: Sequence[Any]) -> Text
 def processor_template(path: str) -> str | None:
     """The chat template that a checkpoint's processor brings, in any of the files it may be in; None: it is
     the tokenizer's."""
-    from transformers.utils import cached_file
-
     for name in ("chat_template.jinja", "chat_template.json", "processor_config.json"):
-        file = cached_file(
-            path,
-            name,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        file = side_file(path, name)
         if file is None:
             continue
-        content = Path(file).read_text()
+        content = file.read_text()
         template = content if name.endswith(".jinja") else json.loads(content).get("chat_template")
         if template:
             return template

@@ -39,14 +39,12 @@ _TOKEN_KEYS = ("{}_token_id", "{}_token_index")
 
 @dataclass(frozen=True)
 class Tower:
-    """An encoder of a checkpoint. module, projector: their names in the HF class; tokens: medium -> id of the
-    token that stands for one feature row, as far as config.json says."""
+    """An encoder of a checkpoint. tokens: medium -> id of the token that stands for one feature row, as far
+    as config.json says."""
 
     name: str
     modality: str
     config: PreTrainedConfig
-    module: str
-    projector: str
     tokens: Mapping[str, int]
 
 
@@ -99,7 +97,7 @@ class Multimodal:
             config = copy.deepcopy(getattr(self.config, f"{kind}_config"))
             for key, value in self.family.towers(self.config).get(kind, {}).items():
                 setattr(config, key, value)
-            found[kind] = Tower(kind, _MEDIA[kind][0], config, module, projector, self._tokens(kind))
+            found[kind] = Tower(kind, _MEDIA[kind][0], config, self._tokens(kind))
         return found
 
     def _tokens(self, kind: str) -> dict[str, int]:

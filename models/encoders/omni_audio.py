@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -53,9 +54,9 @@ class _OmniAudioEncoder(Encoder):
         hidden = self.pool(hidden, [sum(segments) for segments, _ in measured])
         return self.tower.ln_post(hidden), [(1, rows) for _, rows in measured]
 
+    @abstractmethod
     def embed(self, clips: Sequence[Tensor]) -> Tensor:
         """Clips [mels, frames] -> packed tokens [T, C], positions in each chunk added."""
-        raise NotImplementedError
 
     def pool(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         """What is left of the tokens of each clip before the last norm."""

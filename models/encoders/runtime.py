@@ -27,7 +27,12 @@ from omni_ds.plan.image_size import NAFLEX
 from omni_ds.plan.towers.gemma3 import Gemma3VisionMeta
 from omni_ds.plan.towers.voxtral import VoxtralMeta
 
-_FAMILIES: dict[str, type[Encoder]] = {
+# By the class of its numbers, else by the model_type of the tower, else by its family.
+_ENCODERS: dict[type[EncoderMeta] | str, type[Encoder]] = {
+    Gemma3VisionMeta: Gemma3VisionEncoder,
+    VoxtralMeta: VoxtralEncoder,
+    NAFLEX: NaflexEncoder,
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniAudioEncoder,
     "vit": VitEncoder,
     "whisper": WhisperEncoder,
     "qwen_vision": QwenVisionEncoder,
@@ -36,14 +41,6 @@ _FAMILIES: dict[str, type[Encoder]] = {
     "omni_audio": Qwen25OmniAudioEncoder,
     "onevision": OneVisionEncoder,
     "internvl": InternVLEncoder,
-}
-_BY_TYPE: dict[str, type[Encoder]] = {
-    NAFLEX: NaflexEncoder,
-    "qwen3_omni_moe_audio_encoder": Qwen3OmniAudioEncoder,
-}
-_BY_META: dict[type[EncoderMeta], type[Encoder]] = {
-    Gemma3VisionMeta: Gemma3VisionEncoder,
-    VoxtralMeta: VoxtralEncoder,
 }
 
 
@@ -56,8 +53,8 @@ def build_encoder(
     "encoder")``. UserError when architecture or geometry is not supported.
     """
     meta = EncoderMeta.from_config(name, encoder_config, hf_config.to_dict(), llm_hidden)
-    family = _BY_META.get(type(meta)) or _BY_TYPE.get(meta.model_type, _FAMILIES[meta.family])
-    encoder = family(meta, hf_config, recompute)
+    kind = next(key for key in (type(meta), meta.model_type, meta.family) if key in _ENCODERS)
+    encoder = _ENCODERS[kind](meta, hf_config, recompute)
     set_trainable(encoder, tower=meta.tower_trainable, projector=meta.projector_trainable)
     return encoder
 

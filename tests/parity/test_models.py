@@ -28,6 +28,7 @@ LAYOUTS = {
     "pp2tp2": (4, ("pipeline.stages=2", "tensor_parallel.autotp_size=2")),
     "pp2sp2": (4, ("pipeline.stages=2", "sequence_parallel_size=2")),
     "recompute": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=1")),
+    "encoders_recompute": (1, ("omni.encoder_parallel.recompute=true",)),
     "blocks": (2, ("pipeline.stages=2", "pipeline.activation_checkpoint_interval=2")),
     "first_stage": (2, ("pipeline.stages=2", "omni.encoder_parallel.placement=first_stage")),
     "gangs": (2, ("omni.encoder_parallel.long_short=8",)),  # media of more tokens are shared

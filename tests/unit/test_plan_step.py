@@ -83,6 +83,16 @@ def test_reduction_runs_while_earlier_stages_still_work():
     assert ends[4][Action(Kind.REDUCE)] < ends[0][Action(Kind.B, last)], "stage 2 of 4"
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_one_stage_keeps_one_window_alive(data):
+    """There is no bubble to encode ahead in, and windows of long images are what fills a GPU's memory."""
+    plan = plan_of(1, data)
+    step = build_step(plan, 0, random_samples(plan, 40, 0))
+    for rank in range(data):
+        kinds_ = [a.kind for a in step.actions(rank) if a.kind in (Kind.EF, Kind.EB)]
+        assert kinds_ == [Kind.EF, Kind.EB] * (len(kinds_) // 2) and kinds_
+
+
 def test_llm_passes_are_collectives_from_zero_2_on():
     for zero, together in ((1, set()), (2, {Kind.B}), (3, {Kind.F, Kind.B})):
         plan = plan_of(1, 2, llm_zero_stage=zero)
