@@ -2,7 +2,8 @@
 
 The back end is chosen at the call, by device, dtype, head size and mask:
 
-- ``flash_attn``: the flash-attn package, CUDA, bf16 and fp16.
+- ``flash_attn_3``, ``flash_attn_4``, ``flash_attn``: the flash-attn packages (models/flash_attention.py),
+  CUDA, bf16 and fp16.
 - ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention-2 inside torch), CUDA, bf16 and fp16.
 - ``sdpa``: batches of segments of like length through scaled_dot_product_attention; any device and dtype,
   exact.
@@ -18,13 +19,14 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from models import flash_attention
 from models.masks import MaskSpec, Packing, PaddedGroup
 from models.spans import Call, attend, visible
 from omni_ds.errors import UserError
@@ -59,35 +61,13 @@ class Backend:
         )
 
 
-def _run_flash_attn(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-        return flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=call.cu_queries,
-            cu_seqlens_k=call.cu_keys,
-            max_seqlen_q=call.longest_query,
-            max_seqlen_k=call.longest_key,
-            softmax_scale=scale,
-            causal=call.causal,
-            window_size=call.window,
-            softcap=packing.mask.softcap or 0.0,
-        )
-
-    return attend(kernel, query, key, value, packing)
-
-
 def _run_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeats, grouped = query.shape[1] // key.shape[1], {}
-    if repeats > 1 and "enable_gqa" in _varlen_parameters():
+    # Fewer heads of keys are shared by those of queries; releases that do not ask just do it.
+    grouped = {}
+    if query.shape[1] != key.shape[1] and "enable_gqa" in _varlen_parameters():
         grouped = {"enable_gqa": True}
-    elif repeats > 1:  # torch 2.11
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         return varlen_attn(
@@ -146,11 +126,6 @@ def _block_mask(group: PaddedGroup, mask: MaskSpec, device: torch.device) -> tup
 
 
 @cache
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
-@cache
 def _varlen_parameters() -> frozenset[str]:
     """Parameters of torch's varlen attention, growing from release to release; none where it is missing."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -164,17 +139,24 @@ def _has_varlen() -> bool:
     return {"scale", "window_size"} <= _varlen_parameters()
 
 
-BACKENDS = (
-    Backend(
-        "flash_attn",
-        _run_flash_attn,
-        frozenset({"causal", "window", "spans", "softcap"}),
-        available=_has_flash_attn,
+def _flash_attention(name: str, generation: int, features: frozenset[str]) -> Backend:
+    return Backend(
+        name,
+        partial(flash_attention.run, generation),
+        features,
+        available=partial(flash_attention.usable, generation),
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
-    ),
+    )
+
+
+_EVERYTHING = frozenset({"causal", "window", "spans", "softcap"})
+BACKENDS = (
+    _flash_attention("flash_attn_3", 3, _EVERYTHING),
+    _flash_attention("flash_attn_4", 4, _EVERYTHING),
+    _flash_attention("flash_attn", 2, _EVERYTHING),
     Backend(
         "varlen",
         _run_varlen,
@@ -207,7 +189,9 @@ def describe_backend(device: torch.device | str, dtype: torch.dtype, head_dim: i
     device = torch.device(device)
     backend = select_backend(device, dtype, head_dim, MaskSpec(causal=True))
     reason = {
-        "flash_attn": "flash-attn, packed sequences",
+        "flash_attn_3": "flash-attn 3, packed sequences",
+        "flash_attn_4": "flash-attn 4, packed sequences",
+        "flash_attn": "flash-attn 2, packed sequences",
         "varlen": f"torch.nn.attention.varlen (FlashAttention-2) of torch {torch.__version__}",
         "sdpa": "scaled_dot_product_attention on batches of segments of like length",
     }

@@ -1,8 +1,8 @@
-"""Fused kernels of Liger in HF's decoder layers, on CUDA, where it is installed.
+"""Quicker forwards of HF's layers, on CUDA: fewer passes over the activations, and fewer of them kept.
 
-Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules, each of
-which reads and writes activations, and keeps some of them for backward. Modules are changed one by one, as
-instances; HF's classes stay as they are, and on a CPU so does what the instances do.
+Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; Liger's are
+one each, where it is installed. Projections and MLPs keep less (models/linears.py). Modules are changed one
+by one, as instances; HF's classes stay as they are, and on a CPU so does what the instances do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.attention import omni_attention
 from models.gated_mlp import can_fuse, gated_mlp
+from models.linears import are_plain, mlp, project
 
 
 @cache
@@ -24,21 +25,32 @@ def has_liger() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
-def fuse_decoder(module: nn.Module) -> None:
-    """Give the norms, MLPs and attentions inside an HF decoder layer (or a norm itself) fused forwards.
+def fuse(module: nn.Module) -> None:
+    """Give the norms, MLPs and attentions inside a layer of HF's (or a norm itself) quicker forwards.
 
-    Same names, parameters and results to rounding. Nothing without Liger.
+    Same names, parameters and results to rounding.
     """
-    if not has_liger():
-        return
     for part in module.modules():
         forward = _forward_of(part)
         if forward is not None:
             part.forward = MethodType(forward, part)
 
 
+_TOWER_ATTENTIONS = {"SiglipAttention", "Siglip2Attention", "CLIPAttention", "WhisperAttention"}
+_TOWER_MLPS = {"SiglipMLP", "Siglip2MLP", "CLIPMLP"}
+
+
 def _forward_of(module: nn.Module) -> Any:
-    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+    name = type(module).__name__
+    if name in _TOWER_ATTENTIONS:
+        return _tower_attention
+    if name in _TOWER_MLPS:
+        return _tower_mlp
+    if name == "WhisperEncoderLayer":
+        return _whisper_layer
+    if not has_liger():
+        return None
+    if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _rms_norm
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return _swiglu if "silu" in type(module.act_fn).__name__.lower() else None
@@ -65,7 +77,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    if not hidden_states.is_cuda:
+    if not _on_gpu(hidden_states):
         return type(self).forward(self, hidden_states)
     from liger_kernel.ops import LigerRMSNormFunction
 
@@ -73,7 +85,7 @@ def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def _swiglu(self: nn.Module, x: Tensor) -> Tensor:
-    if not x.is_cuda:
+    if not _on_gpu(x):
         return type(self).forward(self, x)
     if can_fuse(self):
         return gated_mlp(self, x)
@@ -91,7 +103,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """HF's attention of the Llama shape, with the query and key norms of Qwen3 where there are any."""
     # Rotations of several kinds are chosen from in HF's attention of some releases (mrope).
-    if not hidden_states.is_cuda or position_embeddings[0].dim() > 3:
+    if not _on_gpu(hidden_states) or position_embeddings[0].dim() > 3:
         return type(self).forward(
             self,
             hidden_states=hidden_states,
@@ -101,12 +113,48 @@ def _attention(
         )
     from liger_kernel.ops import LigerRopeFunction
 
-    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-    query = self.q_proj(hidden_states).view(shape)
-    key = self.k_proj(hidden_states).view(shape)
-    value = self.v_proj(hidden_states).view(shape)
+    query, key, value = _heads(self, hidden_states)
     if hasattr(self, "q_norm"):
         query, key = self.q_norm(query), self.k_norm(key)
     query, key = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
     out, _ = omni_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling)
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _heads(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [..., heads, head size] of x [..., C]."""
+    linears = (self.q_proj, self.k_proj, self.v_proj)
+    parts = project(x, linears) if are_plain(linears) else [linear(x) for linear in linears]
+    return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _tower_attention(
+    self: nn.Module, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Of SigLIP, CLIP and Whisper. HF scales Whisper's queries before the product, others' behind it: that is
+    the same but for rounding."""
+    if not _on_gpu(hidden_states):
+        return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
+    query, key, value = (x.transpose(1, 2) for x in _heads(self, hidden_states))
+    out, _ = omni_attention(self, query, key, value, attention_mask)
+    return self.out_proj(out.flatten(-2)), None
+
+
+def _tower_mlp(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    if not _on_gpu(hidden_states) or not are_plain((self.fc1, self.fc2)):
+        return type(self).forward(self, hidden_states)
+    return mlp(hidden_states, self.fc1, self.activation_fn, self.fc2)
+
+
+def _whisper_layer(self: nn.Module, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
+    """Without the dropouts, which a tower is built without."""
+    if not _on_gpu(hidden_states) or not are_plain((self.fc1, self.fc2)):
+        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
+    attended, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask)
+    hidden_states = hidden_states + attended
+    between = self.final_layer_norm(hidden_states)
+    return hidden_states + mlp(between, self.fc1, self.activation_fn, self.fc2)

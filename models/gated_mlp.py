@@ -17,16 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.linears import are_plain
+
 ALIGNMENT = 8  # numbers of two bytes; Hopper's copy engine takes rows of a multiple of 16 bytes
 
 
 def can_fuse(mlp: nn.Module) -> bool:
-    """Whether a module is such an MLP of plain linears: none that is cut over ranks, or has adapters, or
-    whose weights ZeRO-3 gathers only while the linear itself runs."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    if not all(type(getattr(mlp, name, None)) is nn.Linear for name in names):
-        return False
-    if any(hasattr(getattr(mlp, name).weight, "ds_id") for name in names):
+    """Whether a module is such an MLP of plain linears (:func:`are_plain`)."""
+    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not are_plain(linears):
         return False
     return "silu" in type(getattr(mlp, "act_fn", None)).__name__.lower()
 

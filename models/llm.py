@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from models.decoders import find_family, runtime_config, tensor_sizes, turns_by_type
-from models.fused import fuse_decoder
+from models.fused import fuse
 from models.llm_ends import EmbedLayer, HeadLayer, tied_losses
 from models.masks import MaskSpec, Packing
 from models.moe import MoEBlock, build_moe
@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
         if sparse:
             self._moe, self.layer.mlp = build_moe(config, index, self.layer.mlp, groups)
         self._regions = _shard(self.layer, config, groups)
-        fuse_decoder(self.layer)
+        fuse(self.layer)
         self._rotary = _Rotary(family.rotary, config)
 
     def hf_names(self) -> dict[str, str]:
@@ -190,7 +190,7 @@ class NormLayer(nn.Module):
         super().__init__()
         self.norm = find_family(config).norm(config.hidden_size, eps=config.rms_norm_eps)
         self._norms_at_zero = config.model_type in _OFFSET_NORMS
-        fuse_decoder(self.norm)
+        fuse(self.norm)
 
     def hf_names(self) -> dict[str, str]:
         return {"norm.weight": "llm.model.norm.weight"}

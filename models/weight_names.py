@@ -19,7 +19,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
     dot_natural_key,
     rename_source_key,
 )
@@ -73,13 +72,13 @@ class Recipe:
             return {self.sources[0][0]: made[self.target]}
         forward, reverse = copy.deepcopy(self.converter), self.converter.reverse_transform()
         for name, value in made.items():
-            target, pattern = apply_converters(name, [reverse])
+            target, pattern = reverse.rename_source_key(name)
             reverse.add_tensor(target, name, pattern, value)
         outputs: dict[str | None, list[Tensor]] = {}
         found = reverse.convert(target, model=model, config=model.config)
         for name in sorted(found, key=dot_natural_key):
             value = found[name][0] if isinstance(found[name], list) else found[name]
-            outputs.setdefault(apply_converters(name, [forward])[1], []).append(value)
+            outputs.setdefault(forward.rename_source_key(name)[1], []).append(value)
         tensors = {}
         for pattern, values in outputs.items():
             names = [name for name, of in self.sources if of == pattern]

@@ -9,6 +9,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from models.fused import fuse
 from models.masks import Packing
 from models.projector import Projector
 from omni_ds.parallel.ulysses import Ulysses
@@ -57,6 +59,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.meta, self.recompute = meta, recompute
         self.tower = tower
+        fuse(tower)
         self.projector = Projector(meta) if projector is None else projector
 
     @property
@@ -147,12 +150,17 @@ class Encoder(nn.Module):
         return hidden.squeeze(0)
 
 
+@cache
+def _parameters(layer: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(layer.forward).parameters)
+
+
 def run_packed(layer: nn.Module, hidden: Tensor, packing: Packing) -> Tensor:
     """An HF layer on [1, T, C].
 
     DINOv2's layers before transformers 5.20 take no mask; their attention module is told directly.
     """
-    parameters = inspect.signature(type(layer).forward).parameters
+    parameters = _parameters(type(layer))
     if "attention_mask" in parameters:
         return layer(hidden, packing)
     if "cu_seqlens" in parameters:  # Qwen's audio towers, whose attention modules take a Packing for it here

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.attention import ATTENTION_NAME, omni_attention
 from models.encoders.base import Encoder, ItemSlice
-from models.fused import fuse_decoder, rotated
+from models.fused import rotated
 from models.masks import Packing
 from models.transfer import on_device
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
@@ -88,7 +88,6 @@ class QwenVisionEncoder(Encoder):
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
         for block in tower.blocks:
             block.attn.forward = partial(_attend, block.attn)
-            fuse_decoder(block)
 
     def _tower(self, config: PreTrainedConfig) -> PreTrainedModel:
         return _tower_class(config)._from_config(config)

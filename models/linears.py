@@ -1,0 +1,92 @@
+"""Linear layers side by side or behind each other as one function each.
+
+Autograd makes the gradient of an input of several linears as several tensors and adds them up, and keeps what
+stands between two linears although it is cheap to make again. Here a product adds to the one before, and what
+an activation gave is made again in the backward pass.
+
+Shapes: T tokens, C width of the input, I of what is between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def are_plain(linears: Sequence[nn.Module]) -> bool:
+    """Whether all are linears as they come from torch: none that is cut over ranks, or has adapters, or whose
+    weights ZeRO-3 gathers only while the linear itself runs."""
+    return all(type(linear) is nn.Linear and not hasattr(linear.weight, "ds_id") for linear in linears)
+
+
+def project(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Each linear of x [..., C]: [..., width]."""
+    parts = [part for linear in linears for part in (linear.weight, linear.bias)]
+    outputs = _Projections.apply(x.flatten(0, -2), *parts)
+    return tuple(out.view(*x.shape[:-1], -1) for out in outputs)
+
+
+def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], second: nn.Linear) -> Tensor:
+    """``second(activation(first(x)))`` for x [..., C]; activation: a function of single numbers."""
+    out = _MLP.apply(x.flatten(0, -2), first.weight, first.bias, activation, second.weight, second.bias)
+    return out.view(*x.shape[:-1], -1)
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parts[::2], parts[1::2]
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wants, total = ctx.needs_input_grad, None
+        if wants[0]:
+            total = gradients[0] @ weights[0]
+            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+                total.addmm_(gradient, weight)
+        parts = []
+        for number, gradient in enumerate(gradients):
+            parts.append(gradient.t() @ x if wants[1 + 2 * number] else None)
+            parts.append(gradient.sum(0) if wants[2 + 2 * number] else None)
+        return total, *parts
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        first_weight: Tensor,
+        first_bias: Tensor | None,
+        activation: Callable[[Tensor], Tensor],
+        second_weight: Tensor,
+        second_bias: Tensor | None,
+    ) -> Tensor:
+        between = F.linear(x, first_weight, first_bias)
+        ctx.save_for_backward(x, between, first_weight, second_weight)
+        ctx.activation = activation
+        return F.linear(activation(between), second_weight, second_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, between, first_weight, second_weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        with torch.enable_grad():
+            between = between.detach().requires_grad_()
+            active = ctx.activation(between)
+        second = gradient.t() @ active.detach() if wants[4] else None
+        second_bias = gradient.sum(0) if wants[5] else None
+        (inner,) = torch.autograd.grad(active, between, gradient @ second_weight)
+        first = inner.t() @ x if wants[1] else None
+        first_bias = inner.sum(0) if wants[2] else None
+        return inner @ first_weight if wants[0] else None, first, first_bias, None, second, second_bias

@@ -1,0 +1,77 @@
+"""Several linears as one function, and the layers of towers that use them, against autograd on HF's code."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from models import fused
+from models.encoders import build_encoder
+from models.linears import are_plain, mlp, project
+from tests.unit.model_helpers import ENCODERS, encoder_section
+
+
+def gradients(out: Tensor, *leaves: Tensor) -> list[Tensor | None]:
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    return list(torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_project(frozen: bool) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(6, width, bias=bias).double() for width, bias in ((8, True), (4, False), (5, True))]
+    linears[1].weight.requires_grad_(not frozen)
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(p for linear in linears for p in linear.parameters() if p.requires_grad)]
+    ours, theirs = project(x, linears), [linear(x) for linear in linears]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    got, expected = (gradients(torch.cat(list(outs), -1), *leaves) for outs in (ours, theirs))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), lambda x: x.sigmoid() * x])
+def test_mlp(frozen: bool, activation) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 9).double(), nn.Linear(9, 6).double()
+    first.requires_grad_(not frozen)
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(p for linear in (first, second) for p in linear.parameters() if p.requires_grad)]
+    ours, theirs = mlp(x, first, activation, second), second(activation(first(x)))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradients(ours, *leaves), gradients(theirs, *leaves))
+
+
+def test_linears_that_are_not_plain() -> None:
+    class Other(nn.Linear):
+        pass
+
+    plain, other, sharded = nn.Linear(2, 2), Other(2, 2), nn.Linear(2, 2)
+    sharded.weight.ds_id = 0
+    assert are_plain([plain])
+    assert not are_plain([plain, other])
+    assert not are_plain([plain, sharded])
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip", "whisper"])
+def test_quick_forwards_of_towers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**ENCODERS[name])
+    encoder = build_encoder("x", encoder_section(ENCODERS[name]), config, 24).double()
+    sizes = [(8, 33), (8, 95)] if name == "whisper" else [(3, 16, 16), (3, 8, 20)]
+    values = [torch.randn(size) for size in sizes]
+    results = []
+    for quick in (False, True):
+        taken = []
+        monkeypatch.setattr(fused, "_on_gpu", lambda x, quick=quick, taken=taken: taken.append(x) or quick)
+        one = copy.deepcopy(encoder)
+        rows = one(values)
+        leaves = [p for p in one.parameters() if p.requires_grad]
+        results.append((rows, gradients(rows, *leaves)))
+        assert taken
+    torch.testing.assert_close(*results)
