@@ -40,7 +40,7 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 @dataclass(frozen=True)
 class Backend:
     """A kernel and what it can do. ``run(query [T, A, D], key [T, K, D], value, packing, scale) -> [T, A,
-    D]``."""
+    D]``. ``least_segment``: where all segments are shorter, the next kernel is quicker."""
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, Packing, float], Tensor]
@@ -50,6 +50,7 @@ class Backend:
     dtypes: frozenset[torch.dtype] | None = None
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    least_segment: int = 0
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int | None) -> bool:
         return (
@@ -139,24 +140,24 @@ def _has_varlen() -> bool:
     return {"scale", "window_size"} <= _varlen_parameters()
 
 
-def _flash_attention(name: str, generation: int, features: frozenset[str]) -> Backend:
+def _flash_attention(name: str, generation: int, least_segment: int = 0) -> Backend:
     return Backend(
         name,
         partial(flash_attention.run, generation),
-        features,
+        frozenset({"causal", "window", "spans", "softcap"}),
         available=partial(flash_attention.usable, generation),
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
+        least_segment=least_segment,
     )
 
 
-_EVERYTHING = frozenset({"causal", "window", "spans", "softcap"})
 BACKENDS = (
-    _flash_attention("flash_attn_3", 3, _EVERYTHING),
-    _flash_attention("flash_attn_4", 4, _EVERYTHING),
-    _flash_attention("flash_attn", 2, _EVERYTHING),
+    _flash_attention("flash_attn_3", 3),
+    _flash_attention("flash_attn_4", 4, least_segment=256),
+    _flash_attention("flash_attn", 2),
     Backend(
         "varlen",
         _run_varlen,
@@ -171,16 +172,22 @@ BACKENDS = (
 )
 
 
-def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int | None, mask: MaskSpec) -> Backend:
-    """The first back end that runs here and can do what the mask asks; UserError when none can."""
+def select_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int | None, mask: MaskSpec, longest: int | None = None
+) -> Backend:
+    """The first back end that runs here and can do what the mask asks; UserError when none can.
+
+    longest: tokens of the longest segment; None: long.
+    """
     usable = [backend for backend in BACKENDS if backend.fits(device, dtype, head_dim)]
-    for backend in usable:
-        if mask.features <= backend.features:
-            return backend
-    able = "; ".join(f"{backend.name} does {', '.join(sorted(backend.features))}" for backend in usable)
+    able = [backend for backend in usable if mask.features <= backend.features]
+    kernels = [b for b in able if b.device and (longest is None or longest >= b.least_segment)]
+    if able:
+        return (kernels or able)[0]
+    known = "; ".join(f"{backend.name} does {', '.join(sorted(backend.features))}" for backend in usable)
     raise UserError(
         f"attention needs {', '.join(sorted(mask.features))} on {device.type} in {dtype}, and no back end "
-        f"available does all of it ({able}); install flash-attn or choose a model without it"
+        f"available does all of it ({known}); install flash-attn or choose a model without it"
     )
 
 
@@ -244,7 +251,7 @@ def _attend(
     """
     if query.shape[1] == 0:
         return value  # of no heads either; the kernels take none
-    backend = select_backend(query.device, query.dtype, query.shape[-1], packing.mask)
+    backend = select_backend(query.device, query.dtype, query.shape[-1], packing.mask, packing.max_seqlen)
     kv_heads = key.shape[1]
     if kv_of_head is not None and (
         query.shape[1] % kv_heads or kv_of_head != grouped_heads(query.shape[1], kv_heads)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.masks import Packing
@@ -62,7 +61,8 @@ def run(generation: int, query: Tensor, key: Tensor, value: Tensor, packing: Pac
     size = query.shape[-1]
     missing = -size % _HEAD_DIM_MULTIPLE if generation == 4 else 0
     if missing:
-        query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
+        zeros = query.new_zeros(()).expand
+        query, key, value = (torch.cat([x, zeros(*x.shape[:-1], missing)], -1) for x in (query, key, value))
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         window = tuple(None if generation == 4 and side < 0 else side for side in call.window)

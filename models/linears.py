@@ -10,6 +10,7 @@ Shapes: T tokens, C width of the input, I of what is between.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], sec
     """``second(activation(first(x)))`` for x [..., C]; activation: a function of single numbers."""
     out = _MLP.apply(x.flatten(0, -2), first.weight, first.bias, activation, second.weight, second.bias)
     return out.view(*x.shape[:-1], -1)
+
+
+def compute_as_product(convolution: nn.Module) -> None:
+    """For a convolution whose input is a patch the size of its kernel, [n, ...] -> [n, width]: a product is
+    several times quicker. The weight is still read by the module alone."""
+    convolution.forward = MethodType(_patch_product, convolution)
+
+
+def _patch_product(self: nn.Module, patches: Tensor) -> Tensor:
+    return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
 class _Projections(torch.autograd.Function):

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from models.attention import ATTENTION_NAME, omni_attention
 from models.encoders.base import Encoder, ItemSlice
 from models.fused import rotated
+from models.linears import compute_as_product
 from models.masks import Packing
 from models.transfer import on_device
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
@@ -86,6 +87,7 @@ class QwenVisionEncoder(Encoder):
         # Not a buffer: casts to bf16 must not touch it.
         self.frequencies = tower.rotary_pos_emb.inv_freq.detach().clone()
         self.full = frozenset(getattr(config, "fullatt_block_indexes", range(meta.layers)))
+        compute_as_product(tower.patch_embed.proj)
         for block in tower.blocks:
             block.attn.forward = partial(_attend, block.attn)
 

@@ -20,6 +20,7 @@ from transformers import AutoModel, PreTrainedConfig
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder, ItemSlice
 from models.encoders.resize import resize_grid
+from models.linears import compute_as_product
 from omni_ds.plan.encoder_meta import EncoderMeta
 
 _NO_DROPOUT = (
@@ -62,6 +63,8 @@ class VitEncoder(Encoder):
             else ("tower.post_layernorm.weight", "tower.post_layernorm.bias")
         )
         self._dino = dino
+        if isinstance(self._convolution, nn.Conv2d):
+            compute_as_product(self._convolution)
         self.tower.embeddings.forward = self.embed
 
     def constants(self) -> dict[str, Tensor]:
@@ -124,9 +127,13 @@ class VitEncoder(Encoder):
 
     def _project(self, patches: Tensor) -> Tensor:
         """[n, channels, patch, patch] -> [n, C]."""
+        convolution = self._convolution
+        return convolution(patches.to(convolution.weight.device, convolution.weight.dtype))
+
+    @property
+    def _convolution(self) -> nn.Module:
         embeddings = self.tower.embeddings
-        convolution = embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
-        return convolution(patches.to(convolution.weight.device, convolution.weight.dtype)).flatten(1)
+        return embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
 
     def _prefix(self) -> Tensor | None:
         """CLS token and registers [prefix, C]."""

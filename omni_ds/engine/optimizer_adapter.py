@@ -194,19 +194,31 @@ class _Bf16:
         }
         if optimizer.autoep_folding_tp_group is None:
             optimizer._update_hp_grad = self._accumulate
+            optimizer.clear_hp_grads = self._forget
 
     def _accumulate(self, parameter: Parameter, group: int, position: int, clear: bool) -> None:
-        """DeepSpeed's own, which makes an fp32 copy of every gradient first."""
+        """DeepSpeed's own makes an fp32 copy of every gradient first, and adds it to zeros."""
         if parameter.grad is None:
             return
         total = self._optimizer.fp32_groups_gradients[group][position]
-        total.add_(parameter.grad.view(total.shape))
+        if self._optimizer.fp32_groups_has_gradients[group][position]:
+            total.add_(parameter.grad.view(total.shape))
+        else:
+            total.copy_(parameter.grad.view(total.shape))
         parameter._hp_grad = total
         self._optimizer.fp32_groups_has_gradients[group][position] = True
         if clear:
             parameter.grad.zero_()
 
+    def _forget(self) -> None:
+        """DeepSpeed's own zeroes the sums, which the first gradient of a step overwrites; what has none is
+        zeroed before it is read."""
+        has = self._optimizer.fp32_groups_has_gradients
+        for number, flags in enumerate(has):
+            has[number] = [False] * len(flags)
+
     def squared_norm(self) -> Tensor:
+        self.fill_missing(parameter for group in self._optimizer.bf16_groups for parameter in group)
         gradients, experts = self._optimizer.get_grads_for_norm()
         norms = expert_gradient_norms(experts)
         mpu, device = self._optimizer.mpu, self._optimizer.fp32_groups_flat_partition[0].device
@@ -250,7 +262,8 @@ class _Bf16:
         for parameter in parameters:
             if self.gradient(parameter) is not None:
                 continue
-            group, position = self._place[id(parameter)]  # the buffers are zeroed after each step
+            group, position = self._place[id(parameter)]
+            self._optimizer.fp32_groups_gradients[group][position].zero_()
             self._optimizer.fp32_groups_has_gradients[group][position] = True
             parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]
 

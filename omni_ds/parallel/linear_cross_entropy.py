@@ -1,8 +1,12 @@
 """Cross-entropy of a linear head over vocabulary shards, without the logits of all tokens at once.
 
-Forward goes through the tokens in blocks and keeps two numbers of each; backward makes the logits again, a
-block of the vocabulary for all tokens at a time, so that each block's weight gradient is one product. Nothing
-waits for the device, and blocks are whole multiples of what matrix kernels like.
+Where one rank has the whole vocabulary, forward makes the gradients as well, of the sum of the losses: block
+by block of the tokens, while the logits are there. Backward then only scales them, as long as all losses
+weigh the same, which it sees without reading them.
+
+Otherwise forward goes through the tokens in blocks and keeps two numbers of each; backward makes the logits
+again, a block of the vocabulary for all tokens at a time, so that each block's weight gradient is one
+product. Nothing waits for the device, and blocks are whole multiples of what matrix kernels like.
 
 Shapes: N targets, H hidden size, v vocabulary rows of this rank.
 """
@@ -38,7 +42,9 @@ def linear_cross_entropy(
         group: ranks that hold the other rows, None where one rank has all.
         block: numbers of logits that exist at a time, about.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, start, group, block)
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    ahead = trains and group is None and len(targets) > 0
+    return _LinearCrossEntropy.apply(hidden, weight, targets, start, group, block, ahead)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -51,7 +57,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         start: int,
         group: ProcessGroup | None,
         block: int,
+        ahead: bool,
     ) -> Tensor:
+        ctx.start, ctx.group, ctx.block, ctx.gradients = start, group, block, None
+        if ahead:
+            losses, highest, total, ctx.gradients = _with_gradients(
+                hidden, weight, targets, 2 * block, ctx.needs_input_grad[:2]
+            )
+            ctx.save_for_backward(hidden, weight, targets, highest, total)
+            return losses
         rows = _aligned(block // max(1, weight.shape[0]))
         # Kept apart: in one log-sum-exp a large offset of all logits would swallow the small sum.
         highest, total, at_target = (
@@ -74,7 +88,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total, at_target = sums
         ctx.save_for_backward(hidden, weight, targets, highest, total)
-        ctx.start, ctx.group, ctx.block = start, group, block
         return total.log() - at_target
 
     @staticmethod
@@ -82,6 +95,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, highest, total = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        if ctx.gradients is not None and not any(gradient.stride()):  # one number, expanded
+            ours = (None if x is None else _scaled(x, gradient[0], hidden.dtype) for x in ctx.gradients)
+            return *ours, None, None, None, None, None
         columns = _aligned(ctx.block // max(1, hidden.shape[0]))
         scale = (gradient / total).unsqueeze(1)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
@@ -100,7 +116,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(d_hidden, group=ctx.group)
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _with_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, block: int, wants: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Losses [N], highest logit [N], sum of exponentials below it [N], and what is wanted of the gradients of
+    the sum of the losses: hidden [N, H], weight [v, H]. All fp32."""
+    losses, highest, share = (
+        torch.empty(targets.shape, dtype=torch.float32, device=hidden.device) for _ in range(3)
+    )
+    d_hidden = torch.empty_like(hidden, dtype=torch.float32) if wants[0] else None
+    d_weight = None
+    rows = _aligned(block // weight.shape[0])
+    for first in range(0, hidden.shape[0], rows):
+        here = slice(first, first + rows)
+        logits, target = _product(hidden[here], weight.t()), targets[here].unsqueeze(1)
+        torch.amax(logits, dim=-1, out=highest[here])
+        below = highest[here] - logits.gather(1, target).squeeze(1)
+        probabilities = logits.softmax(-1)
+        del logits
+        # That of the highest logit is 1 / sum; a target's own may be too small for a number.
+        torch.amax(probabilities, dim=-1, out=share[here])
+        losses[here] = below - share[here].log()
+        gradient = probabilities.scatter_add_(1, target, -torch.ones_like(probabilities[:, :1]))
+        gradient = gradient.to(hidden.dtype)
+        del probabilities
+        if d_hidden is not None:
+            d_hidden[here] = _product(gradient, weight)
+        if not wants[1]:
+            continue
+        if d_weight is None:
+            d_weight = _product(gradient.t(), hidden[here])
+        else:
+            _add_product(d_weight, gradient.t(), hidden[here])
+    return losses, highest, 1 / share, (d_hidden, d_weight)
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
 def _aligned(count: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from models.attention import describe_backend, omni_attention, select_backend
+import models.attention
+from models.attention import BACKENDS, describe_backend, omni_attention, select_backend
 from models.encoders import build_encoder
 from models.init import init_module
 from models.llm import build_llm_layers
@@ -32,6 +33,9 @@ MASKS = (
 )
 
 
+KERNELS = [backend for backend in BACKENDS if backend.device and backend.available()]
+
+
 def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
     """[output, gradients of query, key and value], back on the CPU in fp32."""
     q, k, v, gradient = (x.detach().clone().to(device, dtype) for x in tensors)
@@ -42,29 +46,62 @@ def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
     return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256, 20])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-def test_attention(mask: MaskSpec, head_dim: int, dtype: torch.dtype, bound: float) -> None:
+def random_tensors(head_dim: int) -> list[torch.Tensor]:
+    """Query of 4 heads, key and value of 2, and a gradient: numbers that bf16 has."""
     torch.manual_seed(0)
     tokens = sum(SEGMENTS)
-    shapes = [
-        (1, 4, tokens, head_dim),
-        (1, 2, tokens, head_dim),
-        (1, 2, tokens, head_dim),
-        (1, tokens, 4, head_dim),
-    ]
-    tensors = [torch.randn(shape).bfloat16().float() for shape in shapes]
+    shapes = [(1, heads, tokens, head_dim) for heads in (4, 2, 2)] + [(1, tokens, 4, head_dim)]
+    return [torch.randn(shape).bfloat16().float() for shape in shapes]
+
+
+def check(tensors, mask: MaskSpec, dtype: torch.dtype, bound: float) -> None:
     expected = attention(tensors, mask, "cpu", torch.float32)
     got = attention(tensors, mask, "cuda", dtype)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).norm() <= bound * theirs.norm()
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256, 20])
+@pytest.mark.parametrize("name", [*(kernel.name for kernel in KERNELS), "sdpa"])
+def test_attention(name: str, mask: MaskSpec, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each back end in bf16, where it takes the head size."""
+    (backend,) = (backend for backend in BACKENDS if backend.name == name)
+    if not backend.fits(torch.device("cuda"), torch.bfloat16, head_dim):
+        pytest.skip(f"{name} does not take heads of {head_dim}")
+    monkeypatch.setattr(models.attention, "BACKENDS", (backend,))
+    check(random_tensors(head_dim), mask, torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_attention_in_fp32(mask: MaskSpec, head_dim: int) -> None:
+    check(random_tensors(head_dim), mask, torch.float32, 1e-4)
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "softcap" in k.features], ids=lambda k: k.name)
+def test_softcap(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.attention, "BACKENDS", (kernel,))
+    tensors = random_tensors(64)
+    got = attention(tensors, MaskSpec(causal=True, softcap=2.0), "cuda", torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    outputs = []
+    for query, key, value in zip(*(x.split(SEGMENTS, dim=2) for x in (q, k, v)), strict=True):
+        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+        scores = 2.0 * torch.tanh(0.2 * query @ key.transpose(2, 3) / 2.0)
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value)
+    out = torch.cat(outputs, dim=2).transpose(1, 2)
+    out.backward(tensors[3])
+    for ours, theirs in zip(got, (out.detach(), q.grad, k.grad, v.grad), strict=True):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
 def test_bf16_runs_varlen_kernels() -> None:
     cuda = torch.device("cuda")
     causal = MaskSpec(causal=True)
-    assert select_backend(cuda, torch.bfloat16, 64, causal).name in ("flash_attn", "varlen")
+    assert select_backend(cuda, torch.bfloat16, 64, causal).name == KERNELS[0].name
+    assert select_backend(cuda, torch.bfloat16, 64, causal, 64).name != "flash_attn_4"
     assert select_backend(cuda, torch.float32, 64, causal).name == "sdpa"
     assert "cuda, bfloat16" in describe_backend("cuda", torch.bfloat16)
 

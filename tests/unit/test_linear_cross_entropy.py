@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 
+from omni_ds.parallel import linear_cross_entropy as parts
 from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 700, 8, 613
@@ -18,22 +19,42 @@ def problem(tokens: int = TOKENS) -> tuple[torch.Tensor, ...]:
     return hidden, weight, torch.randint(0, VOCABULARY, (tokens,)), torch.rand(tokens, dtype=torch.float64)
 
 
-def expected() -> tuple[torch.Tensor, ...]:
+def expected(alike: bool = False) -> tuple[torch.Tensor, ...]:
     hidden, weight, targets, weights = problem()
+    weights = torch.full_like(weights, 0.3) if alike else weights
     hidden.requires_grad_(), weight.requires_grad_()
     losses = F.cross_entropy(hidden @ weight.t(), targets, reduction="none")
     (losses * weights).sum().backward()
     return losses.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("block", [1, 300 * 613, 1 << 27])  # the first two in several blocks
-def test_losses_and_gradients(block: int) -> None:
+def test_losses_and_gradients(block: int, alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets, weights = problem()
     hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
     losses = linear_cross_entropy(hidden, weight, targets, 0, None, block)
-    (losses * weights).sum().backward()
-    for ours, theirs in zip((losses.detach(), hidden.grad, weight.grad), expected(), strict=True):
+    if alike:  # no product of the backward pass is needed
+        monkeypatch.setattr(parts, "_product", None)
+    (losses.sum() * 0.3 if alike else (losses * weights).sum()).backward()
+    for ours, theirs in zip((losses.detach(), hidden.grad, weight.grad), expected(alike), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_losses_without_and_with_gradients_are_the_same(trained: bool) -> None:
+    hidden, weight, targets, _ = problem()
+    losses = linear_cross_entropy(hidden.float().requires_grad_(trained), weight.float(), targets, 0, None)
+    whole = F.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+    torch.testing.assert_close(losses.detach().double(), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_improbable_targets() -> None:
+    """Their probability is no number of fp32, their loss and its gradient are."""
+    hidden = torch.full((1, 1), 1e3, requires_grad=True)
+    losses = linear_cross_entropy(hidden, torch.tensor([[0.0], [-1.0]]), torch.tensor([1]), 0, None)
+    losses.sum().backward()
+    assert losses.item() == 1e3 and hidden.grad.item() == 1.0
 
 
 def test_large_common_offsets_lose_nothing() -> None:
