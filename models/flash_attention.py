@@ -45,8 +45,8 @@ def _installed(generation: int) -> bool:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # of the parent
         return False
-    # With generation 4 alone, flash_attn is a namespace without a loader.
-    return found is not None and found.loader is not None
+    # With generation 4 alone, flash_attn is a namespace without a file.
+    return found is not None and found.origin is not None
 
 
 @cache

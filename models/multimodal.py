@@ -74,8 +74,11 @@ class Multimodal:
         base, decoder = self.model.base_model, self.model.get_decoder()
         top, towers, projectors = _name_of(self.model, base), {}, {}
         loose = [name for name, _ in base.named_parameters(recurse=False)]
+        head = self.model.get_output_embeddings()
         for name, module in base.named_children():
-            place = f"{top}.{name}"
+            place = f"{top}.{name}" if top else name  # models of some releases are their own base
+            if module is head:
+                continue
             if module is decoder or name == "language_model":
                 self._prefixes["llm.model."] = f"{place}."
             elif "projector" in name:

@@ -54,9 +54,7 @@ def random_tensors(head_dim: int) -> list[torch.Tensor]:
     return [torch.randn(shape).bfloat16().float() for shape in shapes]
 
 
-def check(tensors, mask: MaskSpec, dtype: torch.dtype, bound: float) -> None:
-    expected = attention(tensors, mask, "cpu", torch.float32)
-    got = attention(tensors, mask, "cuda", dtype)
+def close(got, expected, bound: float) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).norm() <= bound * theirs.norm()
 
@@ -69,14 +67,18 @@ def test_attention(name: str, mask: MaskSpec, head_dim: int, monkeypatch: pytest
     (backend,) = (backend for backend in BACKENDS if backend.name == name)
     if not backend.fits(torch.device("cuda"), torch.bfloat16, head_dim):
         pytest.skip(f"{name} does not take heads of {head_dim}")
+    tensors = random_tensors(head_dim)
+    expected = attention(tensors, mask, "cpu", torch.float32)
     monkeypatch.setattr(models.attention, "BACKENDS", (backend,))
-    check(random_tensors(head_dim), mask, torch.bfloat16, 2e-2)
+    close(attention(tensors, mask, "cuda", torch.bfloat16), expected, 2e-2)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 20])
 def test_attention_in_fp32(mask: MaskSpec, head_dim: int) -> None:
-    check(random_tensors(head_dim), mask, torch.float32, 1e-4)
+    tensors = random_tensors(head_dim)
+    expected = attention(tensors, mask, "cpu", torch.float32)
+    close(attention(tensors, mask, "cuda", torch.float32), expected, 1e-4)
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "softcap" in k.features], ids=lambda k: k.name)
@@ -93,15 +95,13 @@ def test_softcap(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
         outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value)
     out = torch.cat(outputs, dim=2).transpose(1, 2)
     out.backward(tensors[3])
-    for ours, theirs in zip(got, (out.detach(), q.grad, k.grad, v.grad), strict=True):
-        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+    close(got, (out.detach(), q.grad, k.grad, v.grad), 2e-2)
 
 
-def test_bf16_runs_varlen_kernels() -> None:
-    cuda = torch.device("cuda")
-    causal = MaskSpec(causal=True)
+def test_bf16_runs_kernels_for_packed_sequences() -> None:
+    cuda, causal = torch.device("cuda"), MaskSpec(causal=True)
     assert select_backend(cuda, torch.bfloat16, 64, causal).name == KERNELS[0].name
-    assert select_backend(cuda, torch.bfloat16, 64, causal, 64).name != "flash_attn_4"
+    assert select_backend(cuda, torch.bfloat16, 64, causal, longest=64).name != "flash_attn_4"
     assert select_backend(cuda, torch.float32, 64, causal).name == "sdpa"
     assert "cuda, bfloat16" in describe_backend("cuda", torch.bfloat16)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig
 
+import models.attention
 from models.attention import BACKENDS, describe_backend, omni_attention, select_backend
 from models.encoders import build_encoder
+from models.flash_attention import _installed
 from models.freeze import set_trainable
 from models.hf_config import load_hf_config
 from models.llm import DecoderLayer, EmbedLayer, build_llm_layers, layer_mask, tied_losses
@@ -84,6 +89,32 @@ def test_back_end_choice() -> None:
     assert by_name["sdpa"].fits(cuda, torch.bfloat16, 36)
     assert select_backend(cpu, torch.float32, 64, MaskSpec(causal=True)).name == "sdpa"
     assert describe_backend(cpu, torch.float32).startswith("sdpa: ")
+
+
+def test_flash_attn_4_alone_is_not_taken_for_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a namespace; before and after something of it was imported."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("flash_attn_varlen_func = None")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        assert [_installed(generation) for generation in (2, 3, 4)] == [False, False, True]
+        importlib.import_module("flash_attn.cute")
+    for name in ("flash_attn.cute", "flash_attn"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_short_segments_go_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [replace(b, available=lambda: True) for b in BACKENDS if b.name in ("flash_attn_4", "varlen")]
+    sdpa = BACKENDS[-1]
+    cuda, causal = torch.device("cuda"), MaskSpec(causal=True)
+
+    def chosen(backends: list, longest: int | None, mask: MaskSpec = causal) -> str:
+        monkeypatch.setattr(models.attention, "BACKENDS", tuple(backends))
+        return select_backend(cuda, torch.bfloat16, 64, mask, longest).name
+
+    assert chosen([*kernels, sdpa], None) == chosen([*kernels, sdpa], 256) == "flash_attn_4"
+    assert chosen([*kernels, sdpa], 255) == "varlen"
+    assert chosen([*kernels, sdpa], 255, replace(causal, softcap=1.0)) == "flash_attn_4"
 
 
 def test_layer_masks_follow_the_config() -> None:
