@@ -15,7 +15,7 @@ MEDIA_BASE = 0x100000
 MAX_MEDIA = 4096
 MEDIA_CHARACTER = re.compile(f"[{chr(MEDIA_BASE)}-{chr(MEDIA_BASE + MAX_MEDIA - 1)}]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Under these names a message can hold its thought apart from its content; transformers knows them all."""
+"""Under these names a message can hold its thought apart from its content."""
 
 _COLUMN = {"image": "images", "audio": "audios", "video": "videos"}
 _TAG = re.compile(r"<(image|audio|video)>")
@@ -140,6 +140,7 @@ class RowReader:
         for name in REASONING:
             if isinstance(message.get(name), str):
                 _no_private(message[name])
+                message.setdefault(REASONING[0], message[name])  # what most templates read
         if "tool_calls" in message:
             message["tool_calls"] = _clean(_json_list(message["tool_calls"], "tool_calls"))
             if not message["tool_calls"]:

@@ -6,9 +6,9 @@ import pytest
 from distributed.fuzz import fuzz
 
 
-def test_forty_random_steps() -> None:
-    tally = fuzz(40, block=20, seed=14)
-    assert tally.steps == 40 and tally.half and tally.away and tally.sliced, tally
+def test_thirty_random_steps() -> None:
+    tally = fuzz(30, block=15, seed=14)
+    assert tally.steps == 30 and tally.half and tally.away and tally.sliced, tally
 
 
 @pytest.mark.full

@@ -42,7 +42,7 @@ class TinyFamily:
 
 
 FAMILIES = {
-    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video")),
+    "qwen2_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=()),
     "qwen2_5_vl": TinyFamily(qwen_vl.qwen, qwen_vl.NAMES, media=("image", "video"), layouts=("pp2", "whole")),
     "qwen3_vl": TinyFamily(qwen3_vl.qwen3, qwen3_vl.NAMES, media=("image", "video"), layouts=("pp2tp2",)),
     "qwen3_vl_moe": TinyFamily(
@@ -54,7 +54,7 @@ FAMILIES = {
         values=qwen3_vl.transposed,
     ),
     "llava": TinyFamily(llava.llava, llava.CLIP_NAMES),
-    "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES),
+    "llava_siglip": TinyFamily(llava.llava, llava.SIGLIP_NAMES, layouts=()),
     "llava_onevision": TinyFamily(
         tiled.onevision, tiled.ONEVISION_NAMES, media=("image", "video"), never=("gangs",)
     ),

@@ -78,11 +78,34 @@ def test_bf16_is_near_fp32() -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [SPLIT, SHARDED, TENSOR, SEQUENCE],
+    [SPLIT, SHARDED, TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.full)],
     ids=["pipeline", "LLM ZeRO-3", "tensor", "pipeline and sequence"],
 )
 def test_bf16_layouts_agree(found: tuple[int, tuple[str, ...]]) -> None:
     check(train(*found), train(*ONE), share=0.5)
+
+
+def _norms_without_gradients(config: str, overrides: tuple[str, ...]) -> list[float]:
+    """Gradient norm of a step, and of what the next one has before any backward."""
+    from omni_ds.config.load import load_config
+    from omni_ds.engine.launch import assemble
+    from omni_ds.engine.step_input import prepare
+
+    run = assemble(load_config(config, overrides))
+    runtime = run.runtime
+    (batch,) = run.batches(0, 1)
+    norm = runtime.executor.run(prepare(batch, runtime.rank, (), runtime.device)).grad_norm
+    runtime.encoders.begin_step([])
+    runtime.encoders.reduce()
+    return [norm, float(runtime.llm.squared_norm()), float(runtime.encoders.squared_norm())]
+
+
+def test_nothing_is_left_of_an_earlier_step() -> None:
+    """Sums are overwritten, not zeroed: a part that a step does not reach must not find the last one's."""
+    ((norm, *after),) = run_ranks(
+        _norms_without_gradients, 1, str(config_for("nothing")), ONE[1], timeout=120
+    )
+    assert norm > 0 and after == [0.0, 0.0]
 
 
 @pytest.mark.full

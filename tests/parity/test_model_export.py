@@ -18,7 +18,6 @@ BF16 = "bfloat16"
 IDENTICAL = (
     "qwen2_5_vl",
     "qwen3_vl_moe",
-    "llava_siglip",
     "llava_onevision",
     "internvl",
     "qwen2_audio",

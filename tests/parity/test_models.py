@@ -160,7 +160,7 @@ def test_a_tied_model_equals_hf(family: str) -> None:
     check(family, "pp2", tied=True)
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("qwen3_omni_moe", marks=pytest.mark.full)])
 def test_router_losses_are_those_of_our_definition(family: str) -> None:
     """HF's function for each document and layer, weighted by tokens; HF's own is over the whole batch."""
     check(family, "pp2ep2", router=True)
