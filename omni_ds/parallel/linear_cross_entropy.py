@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-BLOCK = 1 << 27  # numbers of a block of logits: 512 MiB in fp32
+from omni_ds.plan.activations import LOGITS
+
 ALIGNMENT = 256  # rows or columns of a block
 
 
@@ -31,7 +32,7 @@ def linear_cross_entropy(
     targets: Tensor,
     start: int,
     group: ProcessGroup | None,
-    block: int = BLOCK,
+    block: int = LOGITS,
 ) -> Tensor:
     """Losses [N] fp32 of ``hidden @ weight.T`` over the whole vocabulary; the same on all ranks of ``group``.
 

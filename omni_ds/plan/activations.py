@@ -10,7 +10,7 @@ Counted by the tensors that HF's layers with our packed attention save for the b
   and output.
 
 With recomputation the input of a layer is all that stays, and the layer that runs has all of it. The head's
-logits never exist whole: the fused cross-entropy holds a block as large as its input.
+logits never exist whole: the cross-entropy holds a block of them (omni_ds/parallel/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
+LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -148,8 +149,7 @@ def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: 
     vocabulary = -(-llm.vocab // mesh.tensor) * llm.hidden * element * llm.trainable
     if stage == mesh.pipe - 1:
         saved += live * targets * head_bytes(llm, element)
-        # an fp32 block of logits, its exponentials, the fp32 gradient of the input
-        working = max(working, targets * 12 * llm.hidden + vocabulary)
+        working = max(working, _head_working(llm, mesh.tensor, targets, element))
     if stage == 0:
         working = max(working, vocabulary)  # the embedding's gradient, before it is added
         saved += live * load.features * plan.row_width * element
@@ -157,6 +157,15 @@ def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: 
         saved += live * load.features * plan.levels_into(stage) * llm.hidden * element
     windows, running = _encoder_windows(plan, stage, load, element)
     return Activations(saved + windows, max(working, running), live, load.micro_batches > warm_up)
+
+
+def _head_working(llm: LLMMeta, tensor: int, targets: int, element: int) -> int:
+    """A block of logits as gradients of activations, fp32 before; the gradients of both factors."""
+    rows = -(-llm.vocab // tensor)
+    alone = tensor == 1  # then forward makes gradients, with fp32 probabilities beside the logits
+    logits = min(targets * rows, LOGITS * (2 if alone else 1)) * (element + (8 if alone else 4))
+    weight = rows * llm.hidden * (4 if alone else element) * llm.trainable
+    return logits + weight + targets * llm.hidden * 4
 
 
 def _layer_working(llm: LLMMeta, tensor: int, element: int) -> int:
