@@ -9,6 +9,9 @@ Counted by the tensors that HF's layers with our packed attention save for the b
 - the MLP: gate, its activation, up, their product; experts: the same for every slot, and the slots' input
   and output.
 
+With fused kernels (models/fused.py, models/linears.py, on a GPU) a norm keeps its input and output alone, and
+an MLP neither the activation nor the product; heads of attention may be padded.
+
 With recomputation the input of a layer is all that stays, and the layer that runs has all of it. The head's
 logits never exist whole: the cross-entropy holds a block of them (omni_ds/parallel/linear_cross_entropy.py).
 """
@@ -23,6 +26,7 @@ from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
+_FUSED_TOWERS = ("siglip", "clip", "whisper", "qwen2_5_vl")
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 
 if TYPE_CHECKING:
@@ -95,51 +99,62 @@ class Activations:
     steady: bool
 
 
-def norm_bytes(width: int, element: int) -> int:
+def norm_bytes(width: int, element: int, fused: bool = False) -> int:
     """Of one RMSNorm, by token."""
+    if fused:
+        return 2 * width * element + 4
     return 3 * width * 4 if element == 4 else width * (4 + 2 * element)
 
 
 @lru_cache(maxsize=8192)
-def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, shares_kv: bool) -> int:
+def layer_bytes(llm: LLMMeta, index: int, tensor: int, element: int, fused: bool) -> int:
     """What decoder layer `index` keeps of a token on a tensor rank."""
     share = LayerShare.of(llm, tensor)
-    total = 2 * norm_bytes(llm.hidden, element)
+    simple = fused and llm.norms == 2  # kernels are for layers of the Llama shape
+    total = 2 * norm_bytes(llm.hidden, element, simple)
     total += (
         (llm.norms - 2) * 8 * llm.hidden
     )  # behind a block: fp32 input and normalised input; a sum keeps none
     if llm.qk_norm:  # input and normalised input; the rotation keeps no output of a norm
-        total += (share.query + share.key) * (8 if element == 4 else 4 + element)
+        kept = element if simple else 8 if element == 4 else 4 + element
+        total += (share.query + share.key) * kept
     # elsewhere than in a kernel for packed sequences, the output is unpacked into another tensor
-    kept = 2 * share.query + 2 * share.key if shares_kv else 5 * share.query
+    kept = 2 * share.query + 2 * share.key if fused else 5 * share.query
     total += element * kept + 4 * share.heads
     if index not in llm.moe_layers:
-        return total + 4 * element * share.inner
+        kept = (2 if tensor == 1 else 3) if simple else 4
+        return total + kept * element * share.inner
     slot = 4 * llm.moe_intermediate + 2 * llm.hidden
     return total + element * llm.experts_per_token * slot + 8 * llm.experts
 
 
-def head_bytes(llm: LLMMeta, element: int) -> int:
+def head_bytes(llm: LLMMeta, element: int, fused: bool) -> int:
     """What norm and head keep of a target; losses are a few numbers."""
-    return norm_bytes(llm.hidden, element) + 32
+    return norm_bytes(llm.hidden, element, fused and llm.norms == 2) + 32
 
 
-def encoder_bytes(meta: EncoderMeta, element: int) -> tuple[int, int]:
+def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, int]:
     """(of a token in the tower, of a feature row in the projector)."""
-    layer = 8 * meta.hidden + (4 if meta.mlp_matrices == 3 else 2) * meta.intermediate
+    inner, padded = (4 if meta.mlp_matrices == 3 else 2), 0
+    if fused and meta.model_type.startswith(_FUSED_TOWERS):
+        inner //= 2
+    if fused:  # query, key, value and output in heads of whole 32s, and the output without padding
+        missing = -(meta.hidden // meta.heads) % 32
+        padded = 4 * missing * meta.heads + (meta.hidden if missing else 0)
+    layer = 8 * meta.hidden + padded + inner * meta.intermediate
     tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
     rows = element * row if meta.trainable else 0
     return tower, rows
 
 
-def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: bool) -> Activations:
+def activations(plan: Plan, stage: int, load: Load, element: int, *, fused: bool) -> Activations:
     """On a rank of `stage` under 1F1B: stage s holds at most stages - s micro-batches (base.one_f_one_b)."""
     llm, mesh, recompute = plan.llm, plan.mesh, plan.options.recompute
     tokens, targets = -(-load.tokens // mesh.sequence), -(-load.targets // mesh.sequence)
     warm_up = mesh.pipe - stage
     live = min(warm_up, load.micro_batches)
-    layers = [layer_bytes(llm, i, mesh.tensor, element, shares_kv) for i in range(*plan.stages[stage])]
+    layers = [layer_bytes(llm, i, mesh.tensor, element, fused) for i in range(*plan.stages[stage])]
     ends = 2 * element * (llm.hidden + llm.head_dim)  # what came in and goes out; the rotation's tables
     per_token = ends + (len(layers) * element * llm.hidden if recompute else sum(layers))
     saved = live * tokens * per_token
@@ -148,14 +163,14 @@ def activations(plan: Plan, stage: int, load: Load, element: int, *, shares_kv: 
         working += max(layers) * tokens
     vocabulary = -(-llm.vocab // mesh.tensor) * llm.hidden * element * llm.trainable
     if stage == mesh.pipe - 1:
-        saved += live * targets * head_bytes(llm, element)
+        saved += live * targets * head_bytes(llm, element, fused)
         working = max(working, _head_working(llm, mesh.tensor, targets, element))
     if stage == 0:
         working = max(working, vocabulary)  # the embedding's gradient, before it is added
         saved += live * load.features * plan.row_width * element
     else:
         saved += live * load.features * plan.levels_into(stage) * llm.hidden * element
-    windows, running = _encoder_windows(plan, stage, load, element)
+    windows, running = _encoder_windows(plan, stage, load, element, fused)
     return Activations(saved + windows, max(working, running), live, load.micro_batches > warm_up)
 
 
@@ -175,7 +190,7 @@ def _layer_working(llm: LLMMeta, tensor: int, element: int) -> int:
     return element * (3 * inner + 2 * llm.hidden)
 
 
-def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[int, int]:
+def _encoder_windows(plan: Plan, stage: int, load: Load, element: int, fused: bool) -> tuple[int, int]:
     """(kept, of the running pass) bytes of encoders on a rank of this stage: its share of as many
     micro-batches' media as the plan lets live, at most all of them."""
     if plan.first_stage_only and stage > 0:
@@ -189,7 +204,7 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int) -> tuple[
     kept = running = 0
     for meta in plan.encoders:
         tokens, rows = load.encoders.get(meta.name, (0, 0))
-        tower, row = encoder_bytes(meta, element)
+        tower, row = encoder_bytes(meta, element, fused)
         whole = tokens * tower
         if plan.options.encoder_recompute and tower:
             whole = tokens * element * (meta.layers + 2) * meta.hidden

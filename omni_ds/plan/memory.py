@@ -37,7 +37,7 @@ class Numerics:
     """How numbers are held.
 
     bf16: weights and activations in bf16 with fp32 masters and sums; else everything in fp32. fused: kernels
-    of a GPU (AdamW in one pass, attention that shares key-value heads). reduce_bucket: elements that ZeRO
+    of a GPU (AdamW in one pass; requirements-gpu.txt). reduce_bucket: elements that ZeRO
     reduces at once. offload_optimizer, offload_param: kept on the host.
     """
 
@@ -248,7 +248,7 @@ def rank_memory(plan: Plan, stage: int, load: Load, numerics: Numerics) -> RankM
     return RankMemory(
         stage_parameters(plan, stage) + sum(encoder_parameters(plan, stage)),
         llm_states(plan, stage, numerics) + encoder_states(plan, stage, numerics),
-        activations(plan, stage, load, numerics.element, shares_kv=numerics.fused),
+        activations(plan, stage, load, numerics.element, fused=numerics.fused),
     )
 
 

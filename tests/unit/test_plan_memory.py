@@ -190,7 +190,7 @@ def test_a_layer_saves_what_is_predicted(model_type, dtype):
 
 def test_activations_fall_with_every_axis():
     def saved(pipe, stage, **axes):
-        return activations(plan_of(pipe, 1, encoders=False, **axes), stage, LOAD, 2, shares_kv=True)
+        return activations(plan_of(pipe, 1, encoders=False, **axes), stage, LOAD, 2, fused=True)
 
     whole = saved(1, 0)
     assert whole.live == 1 and whole.steady
