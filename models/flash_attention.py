@@ -22,7 +22,8 @@ GENERATIONS = {
     3: ("flash_attn_interface", "flash_attn_varlen_func"),
     4: ("flash_attn.cute", "flash_attn_varlen_func"),
 }
-_CAPABILITIES = {2: range(8, 100), 3: range(9, 10), 4: range(9, 100)}  # compute capability, major
+# Major compute capabilities. 4 is made for newer GPUs as well, with limits of its own; tried on Hopper alone.
+_CAPABILITIES = {2: range(8, 100), 3: range(9, 10), 4: range(9, 10)}
 
 # On Hopper, one kernel of generation 4's backward pass lays its sums out for head sizes rounded up to 16, the
 # others for 32: between them the gradients of queries are wrong (4.0.0b36). Zeros change no result.

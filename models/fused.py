@@ -8,6 +8,7 @@ by one, as instances; HF's classes stay as they are, and on a CPU so does what t
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -55,7 +56,8 @@ def _forward_of(module: nn.Module) -> Any:
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return _swiglu if "silu" in type(module.act_fn).__name__.lower() else None
     if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")):
-        return _attention
+        turns = "position_embeddings" in inspect.signature(type(module).forward).parameters
+        return _attention if turns else None
     return None
 
 

@@ -29,13 +29,13 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Each linear of x [..., C]: [..., width]."""
     parts = [part for linear in linears for part in (linear.weight, linear.bias)]
     outputs = _Projections.apply(x.flatten(0, -2), *parts)
-    return tuple(out.view(*x.shape[:-1], -1) for out in outputs)
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outputs)
 
 
 def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], second: nn.Linear) -> Tensor:
     """``second(activation(first(x)))`` for x [..., C]; activation: a function of single numbers."""
     out = _MLP.apply(x.flatten(0, -2), first.weight, first.bias, activation, second.weight, second.bias)
-    return out.view(*x.shape[:-1], -1)
+    return out.unflatten(0, x.shape[:-1])
 
 
 def compute_as_product(convolution: nn.Module) -> None:

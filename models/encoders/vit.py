@@ -128,7 +128,7 @@ class VitEncoder(Encoder):
     def _project(self, patches: Tensor) -> Tensor:
         """[n, channels, patch, patch] -> [n, C]."""
         convolution = self._convolution
-        return convolution(patches.to(convolution.weight.device, convolution.weight.dtype))
+        return convolution(patches.to(convolution.weight.device, convolution.weight.dtype)).flatten(1)
 
     @property
     def _convolution(self) -> nn.Module:

@@ -41,7 +41,8 @@ def linear_cross_entropy(
         weight: [v, H], rows ``start`` to ``start + v`` of the vocabulary.
         targets: [N] int64.
         group: ranks that hold the other rows, None where one rank has all.
-        block: numbers of logits that exist at a time, about.
+        block: numbers of logits that exist at a time, about; where gradients are made in forward, twice as
+            many, and as many probabilities.
     """
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     ahead = trains and group is None and len(targets) > 0
@@ -96,9 +97,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, highest, total = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        if ctx.gradients is not None and not any(gradient.stride()):  # one number, expanded
-            ours = (None if x is None else _scaled(x, gradient[0], hidden.dtype) for x in ctx.gradients)
+        # The graph outlives this call; a second pass over it makes them anew.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None and not any(gradient.stride()):  # one number, expanded
+            ours = (None if x is None else _scaled(x, gradient[0], hidden.dtype) for x in gradients)
             return *ours, None, None, None, None, None
+        del gradients
         columns = _aligned(ctx.block // max(1, hidden.shape[0]))
         scale = (gradient / total).unsqueeze(1)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None

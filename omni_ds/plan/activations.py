@@ -179,7 +179,7 @@ def _head_working(llm: LLMMeta, tensor: int, targets: int, element: int) -> int:
     rows = -(-llm.vocab // tensor)
     alone = tensor == 1  # then forward makes gradients, with fp32 probabilities beside the logits
     logits = min(targets * rows, LOGITS * (2 if alone else 1)) * (element + (8 if alone else 4))
-    weight = rows * llm.hidden * (4 if alone else element) * llm.trainable
+    weight = rows * llm.hidden * (4 + element if alone and element < 4 else 4) * llm.trainable
     return logits + weight + targets * llm.hidden * 4
 
 

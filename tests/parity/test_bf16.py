@@ -97,7 +97,10 @@ def _norms_without_gradients(config: str, overrides: tuple[str, ...]) -> list[fl
     norm = runtime.executor.run(prepare(batch, runtime.rank, (), runtime.device)).grad_norm
     runtime.encoders.begin_step([])
     runtime.encoders.reduce()
-    return [norm, float(runtime.llm.squared_norm()), float(runtime.encoders.squared_norm())]
+    norms = [norm, float(runtime.llm.squared_norm()), float(runtime.encoders.squared_norm())]
+    for optimizer in (runtime.llm.optimizer, runtime.encoders.engine.optimizer):
+        norms += [float(part.abs().max()) for part in optimizer.fp32_groups_gradient_flat_partition]
+    return norms
 
 
 def test_nothing_is_left_of_an_earlier_step() -> None:
@@ -105,7 +108,7 @@ def test_nothing_is_left_of_an_earlier_step() -> None:
     ((norm, *after),) = run_ranks(
         _norms_without_gradients, 1, str(config_for("nothing")), ONE[1], timeout=120
     )
-    assert norm > 0 and after == [0.0, 0.0]
+    assert norm > 0 and len(after) > 2 and not any(after)
 
 
 @pytest.mark.full

@@ -41,6 +41,24 @@ def test_losses_and_gradients(block: int, alike: bool, monkeypatch: pytest.Monke
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_gradient_of_one_side(frozen: str) -> None:
+    hidden, weight, targets, _ = problem()
+    given = {"hidden": hidden.float(), "weight": weight.float()}
+    leaf = next(given[name].requires_grad_() for name in given if name != frozen)
+    (linear_cross_entropy(*given.values(), targets, 0, None).sum() * 0.3).backward()
+    theirs = expected(alike=True)[1 if frozen == "weight" else 2]
+    torch.testing.assert_close(leaf.grad.double(), theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
+
+
+def test_a_second_pass_over_the_same_graph() -> None:
+    hidden, weight, targets, _ = problem()
+    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets, 0, None).sum()
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_losses_without_and_with_gradients_are_the_same(trained: bool) -> None:
     hidden, weight, targets, _ = problem()

@@ -65,13 +65,33 @@ def test_quick_forwards_of_towers(name: str, monkeypatch: pytest.MonkeyPatch) ->
     encoder = build_encoder("x", encoder_section(ENCODERS[name]), config, 24).double()
     sizes = [(8, 33), (8, 95)] if name == "whisper" else [(3, 16, 16), (3, 8, 20)]
     values = [torch.randn(size) for size in sizes]
-    results = []
+    results, calls = [], []
+    for function in (project, mlp):
+        counted = lambda *args, function=function: calls.append(function) or function(*args)  # noqa: E731
+        monkeypatch.setattr(fused, function.__name__, counted)
     for quick in (False, True):
-        taken = []
-        monkeypatch.setattr(fused, "_on_gpu", lambda x, quick=quick, taken=taken: taken.append(x) or quick)
+        monkeypatch.setattr(fused, "_on_gpu", lambda x, quick=quick: quick)
         one = copy.deepcopy(encoder)
         rows = one(values)
         leaves = [p for p in one.parameters() if p.requires_grad]
         results.append((rows, gradients(rows, *leaves)))
-        assert taken
+        assert set(calls) == ({project, mlp} if quick else set())
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", list(ENCODERS))
+def test_towers_with_liger_run_on_a_cpu_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, values = AutoConfig.for_model(**ENCODERS[name]), [torch.randn(3, 16, 16)]
+    if name == "whisper":
+        values = [torch.randn(8, 33)]
+    rows = []
+    for liger in (False, True):
+        monkeypatch.setattr(fused, "has_liger", lambda liger=liger: liger)
+        torch.manual_seed(0)
+        rows.append(build_encoder("x", encoder_section(ENCODERS[name]), config, 24)(values))
+    torch.testing.assert_close(*rows)
+
+
+def test_no_tokens() -> None:
+    linear, x = nn.Linear(6, 6), torch.zeros(1, 0, 6, requires_grad=True)
+    assert mlp(x, linear, torch.relu, linear).shape == project(x, [linear])[0].shape == (1, 0, 6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig
 
+import models
 import models.attention
 from models.attention import BACKENDS, describe_backend, omni_attention, select_backend
 from models.encoders import build_encoder
-from models.flash_attention import _installed
 from models.freeze import set_trainable
 from models.hf_config import load_hf_config
 from models.llm import DecoderLayer, EmbedLayer, build_llm_layers, layer_mask, tied_losses
@@ -91,16 +91,21 @@ def test_back_end_choice() -> None:
     assert describe_backend(cpu, torch.float32).startswith("sdpa: ")
 
 
-def test_flash_attn_4_alone_is_not_taken_for_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share a namespace; before and after something of it was imported."""
+def test_flash_attn_4_alone_is_not_taken_for_2(tmp_path: Path) -> None:
+    """They share a namespace; before and after something of it was imported. In a process of its own, where
+    no other flash-attn can be."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("flash_attn_varlen_func = None")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for _ in range(2):
-        assert [_installed(generation) for generation in (2, 3, 4)] == [False, False, True]
-        importlib.import_module("flash_attn.cute")
-    for name in ("flash_attn.cute", "flash_attn"):
-        monkeypatch.delitem(sys.modules, name)
+    program = (
+        "import importlib, sys\n"
+        "from models.flash_attention import _installed\n"
+        f"sys.path[:] = [{str(tmp_path)!r}]\n"
+        "for _ in range(2):\n"
+        "    assert [_installed(generation) for generation in (2, 3, 4)] == [False, False, True]\n"
+        "    importlib.import_module('flash_attn.cute')\n"
+    )
+    root = Path(models.__file__ or next(iter(models.__path__))).parents[1]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, timeout=60)
 
 
 def test_short_segments_go_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
