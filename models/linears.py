@@ -39,13 +39,22 @@ def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], sec
 
 
 def compute_as_product(convolution: nn.Module) -> None:
-    """For a convolution whose input is a patch the size of its kernel, [n, ...] -> [n, width]: a product is
-    several times quicker. The weight is still read by the module alone."""
-    convolution.forward = MethodType(_patch_product, convolution)
+    """For a convolution whose input is a patch the size of its kernel, [n, ...] -> [n, width, 1, ...]: on a GPU
+    a product is several times quicker. The weight is still read by the module alone."""
+    convolution.forward = MethodType(_on_patches, convolution)
 
 
-def _patch_product(self: nn.Module, patches: Tensor) -> Tensor:
-    return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+def _on_patches(self: nn.Module, patches: Tensor) -> Tensor:
+    if not patches.is_cuda:
+        return type(self).forward(self, patches)
+    return patch_product(self, patches)
+
+
+def patch_product(convolution: nn.Module, patches: Tensor) -> Tensor:
+    """What the convolution gives for patches of its kernel's size."""
+    weight = convolution.weight
+    rows = F.linear(patches.flatten(1), weight.flatten(1), convolution.bias)
+    return rows.view(*rows.shape, *(1 for _ in weight.shape[2:]))
 
 
 class _Projections(torch.autograd.Function):

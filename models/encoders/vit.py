@@ -133,7 +133,9 @@ class VitEncoder(Encoder):
     @property
     def _convolution(self) -> nn.Module:
         embeddings = self.tower.embeddings
-        return embeddings.patch_embeddings.projection if self._dino else embeddings.patch_embedding
+        if hasattr(embeddings, "patch_embeddings"):  # DINOv2, InternVL
+            return embeddings.patch_embeddings.projection
+        return embeddings.patch_embedding
 
     def _prefix(self) -> Tensor | None:
         """CLS token and registers [prefix, C]."""

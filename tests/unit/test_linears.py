@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from models import fused
 from models.encoders import build_encoder
-from models.linears import are_plain, mlp, project
+from models.linears import are_plain, compute_as_product, mlp, patch_product, project
 from tests.unit.model_helpers import ENCODERS, encoder_section
 
 
@@ -90,6 +90,19 @@ def test_towers_with_liger_run_on_a_cpu_as_they_are(name: str, monkeypatch: pyte
         torch.manual_seed(0)
         rows.append(build_encoder("x", encoder_section(ENCODERS[name]), config, 24)(values))
     torch.testing.assert_close(*rows)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+def test_patch_product(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    convolution = kind(3, 5, 4, stride=4).double()
+    patches = torch.randn(7, 3, *(4 for _ in convolution.kernel_size), dtype=torch.float64)
+    ours, theirs = patch_product(convolution, patches), convolution(patches)
+    torch.testing.assert_close(ours, theirs)
+    leaves = list(convolution.parameters())
+    torch.testing.assert_close(gradients(ours, *leaves), gradients(theirs, *leaves))
+    compute_as_product(convolution)
+    torch.testing.assert_close(convolution(patches), theirs)
 
 
 def test_no_tokens() -> None:
