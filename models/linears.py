@@ -39,8 +39,8 @@ def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], sec
 
 
 def compute_as_product(convolution: nn.Module) -> None:
-    """For a convolution whose input is a patch the size of its kernel, [n, ...] -> [n, width, 1, ...]: on a GPU
-    a product is several times quicker. The weight is still read by the module alone."""
+    """For a convolution of patches of its kernel's size, [n, ...] -> [n, width, 1, ...]: a product
+    is several times quicker on a GPU. The weight is still read by the module alone."""
     convolution.forward = MethodType(_on_patches, convolution)
 
 
