@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig
 
 import models.attention
-from models.attention import BACKENDS, describe_backend, omni_attention, select_backend
+from models.attention import BACKENDS, Backend, describe_backend, omni_attention, select_backend
 from models.encoders import build_encoder
 from models.init import init_module
 from models.llm import build_llm_layers
@@ -34,6 +34,12 @@ MASKS = (
 
 
 KERNELS = [backend for backend in BACKENDS if backend.device and backend.available()]
+CASES = [
+    pytest.param(backend, head_dim, id=f"{backend.name}-{head_dim}")
+    for backend in BACKENDS
+    for head_dim in (64, 72, 128, 256, 20)
+    if backend.fits(torch.device("cuda"), torch.bfloat16, head_dim)
+]
 
 
 def attention(tensors, mask: MaskSpec, device: str, dtype: torch.dtype):
@@ -60,13 +66,9 @@ def close(got, expected, bound: float) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256, 20])
-@pytest.mark.parametrize("name", [*(kernel.name for kernel in KERNELS), "sdpa"])
-def test_attention(name: str, mask: MaskSpec, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each back end in bf16, where it takes the head size."""
-    (backend,) = (backend for backend in BACKENDS if backend.name == name)
-    if not backend.fits(torch.device("cuda"), torch.bfloat16, head_dim):
-        pytest.skip(f"{name} does not take heads of {head_dim}")
+@pytest.mark.parametrize(("backend", "head_dim"), CASES)
+def test_attention(backend: Backend, head_dim: int, mask: MaskSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each back end in bf16, at the head sizes that it takes."""
     tensors = random_tensors(head_dim)
     expected = attention(tensors, mask, "cpu", torch.float32)
     monkeypatch.setattr(models.attention, "BACKENDS", (backend,))
