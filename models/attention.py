@@ -40,7 +40,8 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 @dataclass(frozen=True)
 class Backend:
     """A kernel and what it can do. ``run(query [T, A, D], key [T, K, D], value, packing, scale) -> [T, A,
-    D]``. ``least_segment``: where all segments are shorter, the next kernel is quicker."""
+    D]``. ``least_segment``: where all segments are shorter, the next kernel is quicker. ``head_dim_filled``:
+    heads of other sizes are filled up with zeros to a multiple of it."""
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, Packing, float], Tensor]
@@ -50,6 +51,7 @@ class Backend:
     dtypes: frozenset[torch.dtype] | None = None
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    head_dim_filled: int = 1
     least_segment: int = 0
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int | None) -> bool:
@@ -150,6 +152,7 @@ def _flash_attention(name: str, generation: int, least_segment: int = 0) -> Back
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
+        head_dim_filled=flash_attention.HEAD_DIM_MULTIPLE.get(generation, 1),
         least_segment=least_segment,
     )
 
@@ -191,6 +194,17 @@ def select_backend(
     )
 
 
+def kernel_head_dim(device: torch.device, dtype: torch.dtype, head_dim: int, packing: Packing) -> int:
+    """The head size that the kernel chosen for a packing computes with, zeros behind ``head_dim``."""
+    backend = select_backend(device, dtype, head_dim, packing.mask, packing.max_seqlen)
+    return -(-head_dim // backend.head_dim_filled) * backend.head_dim_filled
+
+
+def packing_of(module: nn.Module, attention_mask: Packing | None) -> Packing:
+    """The Packing in the place of HF's mask, or as the attribute of a module whose layer takes no mask."""
+    return getattr(module, "packing", None) if attention_mask is None else attention_mask
+
+
 def describe_backend(device: torch.device | str, dtype: torch.dtype, head_dim: int | None = None) -> str:
     """One line for the log: which attention runs causal packed sequences on this device in this dtype."""
     device = torch.device(device)
@@ -222,7 +236,7 @@ def omni_attention(
     the T tokens are this rank's shard of the packing.
     """
     assert dropout == 0.0, "dropout inside packed attention would depend on the packing"
-    packing = getattr(module, "packing", None) if attention_mask is None else attention_mask
+    packing = packing_of(module, attention_mask)
     assert isinstance(packing, Packing) and query.shape[0] == 1, (
         "packed attention takes [1, T, C] and a Packing"
     )

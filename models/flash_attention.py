@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.masks import Packing
@@ -27,7 +28,7 @@ _CAPABILITIES = {2: range(8, 100), 3: range(9, 10), 4: range(9, 10)}
 
 # On Hopper, one kernel of generation 4's backward pass lays its sums out for head sizes rounded up to 16, the
 # others for 32: between them the gradients of queries are wrong (4.0.0b36). Zeros change no result.
-_HEAD_DIM_MULTIPLE = 32
+HEAD_DIM_MULTIPLE = {4: 32}
 
 
 @cache
@@ -60,10 +61,9 @@ def run(generation: int, query: Tensor, key: Tensor, value: Tensor, packing: Pac
     """Query [T, A, D], key and value [T, K, D] -> [T, A, D], fp16 or bf16."""
     function, softcap = _function(generation), packing.mask.softcap or 0.0
     size = query.shape[-1]
-    missing = -size % _HEAD_DIM_MULTIPLE if generation == 4 else 0
+    missing = -size % HEAD_DIM_MULTIPLE.get(generation, 1)
     if missing:
-        zeros = query.new_zeros(()).expand
-        query, key, value = (torch.cat([x, zeros(*x.shape[:-1], missing)], -1) for x in (query, key, value))
+        query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         window = tuple(None if generation == 4 and side < 0 else side for side in call.window)

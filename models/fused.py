@@ -1,24 +1,27 @@
 """Quicker forwards of HF's layers, on CUDA: fewer passes over the activations, and fewer of them kept.
 
-Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; Liger's are
-one each, where it is installed. Projections and MLPs keep less (models/linears.py). Modules are changed one
-by one, as instances; HF's classes stay as they are, and on a CPU so does what the instances do.
+Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; torch's and
+Liger's are one each, the latter where it is installed. Projections and MLPs keep less (models/linears.py).
+Modules are changed one by one, as instances; HF's classes stay as they are, and on a CPU so does what the
+instances do.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import omni_attention
+from models.attention import kernel_head_dim, omni_attention, packing_of
 from models.gated_mlp import can_fuse, gated_mlp
-from models.linears import are_plain, mlp, project
+from models.linears import are_plain, linear_of_heads, mlp, project, project_heads
+from models.weight_gradient import adder
 
 
 @cache
@@ -49,10 +52,12 @@ def _forward_of(module: nn.Module) -> Any:
         return _tower_mlp
     if name == "WhisperEncoderLayer":
         return _whisper_layer
-    if not has_liger():
-        return None
     if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _rms_norm
+    if type(module) is nn.Linear:
+        return _linear
+    if not has_liger():
+        return None
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return _swiglu if "silu" in type(module.act_fn).__name__.lower() else None
     if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")):
@@ -81,9 +86,12 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
     if not _on_gpu(hidden_states):
         return type(self).forward(self, hidden_states)
-    from liger_kernel.ops import LigerRMSNormFunction
+    # torch's own kernel: Liger's backward pass keeps the host for half a millisecond a call.
+    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
-    return LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "llama", False)
+
+def _linear(self: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight, self.bias) if adder(self.weight) is None else project(x, (self,))[0]
 
 
 def _swiglu(self: nn.Module, x: Tensor) -> Tensor:
@@ -141,9 +149,17 @@ def _tower_attention(
     the same but for rounding."""
     if not _on_gpu(hidden_states):
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
-    query, key, value = (x.transpose(1, 2) for x in _heads(self, hidden_states))
-    out, _ = omni_attention(self, query, key, value, attention_mask)
-    return self.out_proj(out.flatten(-2)), None
+    linears, size = (self.q_proj, self.k_proj, self.v_proj), self.head_dim
+    packing = packing_of(self, attention_mask)
+    width = kernel_head_dim(hidden_states.device, hidden_states.dtype, size, packing)
+    if width == size or packing.ulysses is not None or not are_plain((*linears, self.out_proj)):
+        heads, out_proj = _heads(self, hidden_states), self.out_proj
+    else:  # zeros come out of the projections, which costs less than to copy heads
+        heads = project_heads(hidden_states, linears, size, width)
+        out_proj = partial(linear_of_heads, self.out_proj, size=size, width=width)
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    out, _ = omni_attention(self, query, key, value, packing, scaling=size**-0.5)
+    return out_proj(out.flatten(-2)), None
 
 
 def _tower_mlp(self: nn.Module, hidden_states: Tensor) -> Tensor:

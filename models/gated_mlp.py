@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.linears import are_plain
+from models.weight_gradient import adder, weight_gradient
 
 ALIGNMENT = 8  # numbers of two bytes; Hopper's copy engine takes rows of a multiple of 16 bytes
 
@@ -53,6 +54,7 @@ class _GatedMLP(torch.autograd.Function):
         gate = F.linear(x, _tall(gate_weight), _tall(gate_bias))
         up = F.linear(x, _tall(up_weight), _tall(up_bias))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        ctx.adders = tuple(adder(weight) for weight in (gate_weight, up_weight, down_weight))
         ctx.biases = tuple(bias is not None for bias in (gate_bias, up_bias, down_bias))
         return F.linear(_product(gate, up), _wide(down_weight), down_bias)
 
@@ -61,13 +63,16 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         wants, width = ctx.needs_input_grad, gate_weight.shape[0]
-        down = gradient.t() @ _product(gate, up) if wants[5] else None
+        down = None
+        if wants[5]:
+            down = weight_gradient(gradient, _product(gate, up), ctx.adders[2], down_weight.shape)
         d_gate, d_up = _product_gradients(gate, up, gradient @ _wide(down_weight))
         d_x = None
         if wants[0]:
             d_x = torch.addmm(d_up @ _tall(up_weight), d_gate, _tall(gate_weight))
         weights = [
-            (d.t() @ x)[:width] if want else None for d, want in ((d_gate, wants[1]), (d_up, wants[3]))
+            weight_gradient(d, x, add, gate_weight.shape) if want else None
+            for d, want, add in zip((d_gate, d_up), (wants[1], wants[3]), ctx.adders[:2], strict=True)
         ]
         biases = [
             d.sum(0)[: d.shape[1] if d is gradient else width] if has and want else None
@@ -75,7 +80,6 @@ class _GatedMLP(torch.autograd.Function):
                 (d_gate, d_up, gradient), ctx.biases, (wants[2], wants[4], wants[6]), strict=True
             )
         ]
-        down = down[:, :width] if down is not None else None
         return d_x, weights[0], biases[0], weights[1], biases[1], down, biases[2]
 
 

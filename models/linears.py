@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.weight_gradient import adder, weight_gradient
+
 
 def are_plain(linears: Sequence[nn.Module]) -> bool:
     """Whether all are linears as they come from torch: none that is cut over ranks, or has adapters, or whose
@@ -30,6 +32,26 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     parts = [part for linear in linears for part in (linear.weight, linear.bias)]
     outputs = _Projections.apply(x.flatten(0, -2), *parts)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outputs)
+
+
+def project_heads(x: Tensor, linears: Sequence[nn.Linear], size: int, width: int) -> tuple[Tensor, ...]:
+    """Each linear of x [..., C] as heads [..., heads, width], of which all but the first ``size`` numbers are
+    zeros."""
+    parts = []
+    for linear in linears:
+        weight = F.pad(linear.weight.unflatten(0, (-1, size)), (0, 0, 0, width - size)).flatten(0, 1)
+        bias = linear.bias
+        if bias is not None:
+            bias = F.pad(bias.unflatten(0, (-1, size)), (0, width - size)).flatten()
+        parts += [weight, bias]
+    outputs = _Projections.apply(x.flatten(0, -2), *parts)
+    return tuple(out.view(*x.shape[:-1], -1, width) for out in outputs)
+
+
+def linear_of_heads(linear: nn.Linear, x: Tensor, size: int, width: int) -> Tensor:
+    """The linear of heads [..., heads * width] of which it knows the first ``size`` numbers."""
+    weight = F.pad(linear.weight.unflatten(1, (-1, size)), (0, width - size)).flatten(1)
+    return F.linear(x, weight, linear.bias)
 
 
 def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], second: nn.Linear) -> Tensor:
@@ -62,6 +84,7 @@ class _Projections(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parts[::2], parts[1::2]
         ctx.save_for_backward(x, *weights)
+        ctx.adders = [adder(weight) for weight in weights]
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -75,7 +98,8 @@ class _Projections(torch.autograd.Function):
                 total.addmm_(gradient, weight)
         parts = []
         for number, gradient in enumerate(gradients):
-            parts.append(gradient.t() @ x if wants[1 + 2 * number] else None)
+            wanted = wants[1 + 2 * number]
+            parts.append(weight_gradient(gradient, x, ctx.adders[number]) if wanted else None)
             parts.append(gradient.sum(0) if wants[2 + 2 * number] else None)
         return total, *parts
 
@@ -93,7 +117,7 @@ class _MLP(torch.autograd.Function):
     ) -> Tensor:
         between = F.linear(x, first_weight, first_bias)
         ctx.save_for_backward(x, between, first_weight, second_weight)
-        ctx.activation = activation
+        ctx.activation, ctx.adders = activation, (adder(first_weight), adder(second_weight))
         return F.linear(activation(between), second_weight, second_bias)
 
     @staticmethod
@@ -104,9 +128,9 @@ class _MLP(torch.autograd.Function):
         with torch.enable_grad():
             between = between.detach().requires_grad_()
             active = ctx.activation(between)
-        second = gradient.t() @ active.detach() if wants[4] else None
+        second = weight_gradient(gradient, active.detach(), ctx.adders[1]) if wants[4] else None
         second_bias = gradient.sum(0) if wants[5] else None
         (inner,) = torch.autograd.grad(active, between, gradient @ second_weight)
-        first = inner.t() @ x if wants[1] else None
+        first = weight_gradient(inner, x, ctx.adders[0]) if wants[1] else None
         first_bias = inner.sum(0) if wants[2] else None
         return inner @ first_weight if wants[0] else None, first, first_bias, None, second, second_bias

@@ -1,6 +1,7 @@
 """Qwen2.5-VL by Hugging Face's class in a plain loop, on the samples that our engine trains.
 
-- ``stock``: a sample at a time, scaled_dot_product_attention: what a short script does.
+- ``stock``: a sample at a time, scaled_dot_product_attention, layers recomputed (else it runs out of memory):
+  what a short script does.
 - ``padded``: micro-batches of four, padded, layers recomputed, attention by the packed-sequence kernel.
 - ``packed``: micro-batches of whole samples one after the other, the same kernel, Liger's fused layers and
   loss, layers recomputed.
@@ -45,9 +46,9 @@ class StockModel:
             )
         self.model.train()
         self._segments: Tensor | None = None
+        self.model.gradient_checkpointing_enable()
         if variant != "stock":
             self._replace_attention()
-            self.model.gradient_checkpointing_enable()
         self.optimizer = MasterAdamW(self.model.parameters())
 
     def _replace_attention(self) -> None:

@@ -31,7 +31,8 @@ class BF16(Section):
     enabled: bool | Auto = False
     """auto: on a GPU."""
     immediate_grad_update: bool | None = None
-    """Add each gradient to its float32 sum as soon as it is there."""
+    """Add each gradient to its float32 sum as soon as it is there; null: true. false: behind each backward
+    pass, until when all of them are kept in bfloat16."""
     check_grad_overflow: bool | None = None
     """Look for infinite or undefined gradients before a step."""
 

@@ -64,7 +64,9 @@ def _shared(config: Config, gradient_accumulation_steps: int, zero_stage: int) -
         "zero_allow_untested_optimizer": True,
     }
     if config.bf16.enabled:
-        shared |= {"bf16": given["bf16"], "data_types": given["data_types"]}
+        # At once: a gradient in bf16 then lives no longer than it takes to add it to its sum.
+        at_once = {"immediate_grad_update": config.bf16.immediate_grad_update is not False}
+        shared |= {"bf16": given["bf16"] | at_once, "data_types": given["data_types"]}
     return shared
 
 

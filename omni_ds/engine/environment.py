@@ -51,6 +51,7 @@ def start_distributed() -> None:
     import torch
 
     _adopt_slurm()
+    _keep_memory_whole()
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
@@ -98,6 +99,13 @@ def smallest_device() -> Device:
     devices: list[Device] = [Device()] * dist.get_world_size()
     dist.all_gather_object(devices, found_device())
     return min(devices, key=lambda d: (d.memory or 0, d.name, d.on_node))
+
+
+def _keep_memory_whole() -> None:
+    """Segments of torch's allocator on CUDA grow instead of lying beside each other, unless the user has
+    chosen: micro-batches of ever other lengths leave gaps between them (9.6 of 141 GiB where measured)."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def prepare_imports() -> None:

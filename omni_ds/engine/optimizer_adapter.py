@@ -22,13 +22,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from omni_ds.engine.bf16_adapter import Bf16Adapter
+from omni_ds.engine.gradient_norm import CLIP_EPSILON, squared_norm_of
 from omni_ds.parallel.expert import expert_gradient_norms, is_expert
-
-# DeepSpeed divides by the norm plus this; clipping elsewhere in this module does the same.
-CLIP_EPSILON = 1e-6
 
 
 class OptimizerAdapter(Protocol):
@@ -62,20 +60,6 @@ def _squared(norm: Tensor | float) -> Tensor:
     # DeepSpeed reports a non-finite norm as -1.
     value = torch.as_tensor(norm, device=get_accelerator().current_device_name()).double()
     return torch.where(value >= 0, value**2, torch.full_like(value, math.inf))
-
-
-def _squared_norm(
-    gradients: list[Tensor], norms: list[Tensor], device: torch.device, group: ProcessGroup | None
-) -> Tensor:
-    """Of ``gradients`` and of others whose ``norms`` are known, summed over ``group``; float64 on the CPU."""
-    norms = [*(torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()), *norms]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if norms:  # a stage whose only parameters are counted elsewhere still joins the reduction
-        total += torch.stack([norm.reshape(()) for norm in norms]).double().square().sum()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    total = total.cpu()
-    return torch.where(total.isfinite(), total, torch.full_like(total, math.inf))
 
 
 class _Sharded:
@@ -182,92 +166,6 @@ class _Stage3(_Sharded):
         pass  # every backward of ZeRO-3 is planned on every rank, and reduces
 
 
-class _Bf16:
-    """bf16 weights with fp32 masters and accumulation (:class:`BF16_Optimizer`)."""
-
-    def __init__(self, optimizer: BF16_Optimizer):
-        self._optimizer = optimizer
-        self._place = {
-            id(parameter): (number, position)
-            for number, group in enumerate(optimizer.bf16_groups)
-            for position, parameter in enumerate(group)
-        }
-        if optimizer.autoep_folding_tp_group is None:
-            optimizer._update_hp_grad = self._accumulate
-            optimizer.clear_hp_grads = self._forget
-
-    def _accumulate(self, parameter: Parameter, group: int, position: int, clear: bool) -> None:
-        """DeepSpeed's own makes an fp32 copy of every gradient first, and adds it to zeros."""
-        if parameter.grad is None:
-            return
-        total = self._optimizer.fp32_groups_gradients[group][position]
-        if self._optimizer.fp32_groups_has_gradients[group][position]:
-            total.add_(parameter.grad.view(total.shape))
-        else:
-            total.copy_(parameter.grad.view(total.shape))
-        parameter._hp_grad = total
-        self._optimizer.fp32_groups_has_gradients[group][position] = True
-        if clear:
-            parameter.grad.zero_()
-
-    def _forget(self) -> None:
-        """DeepSpeed's own zeroes the sums, which the first gradient of a step overwrites; what has none is
-        zeroed before it is read."""
-        has = self._optimizer.fp32_groups_has_gradients
-        for number, flags in enumerate(has):
-            has[number] = [False] * len(flags)
-
-    def squared_norm(self) -> Tensor:
-        self.fill_missing(parameter for group in self._optimizer.bf16_groups for parameter in group)
-        gradients, experts = self._optimizer.get_grads_for_norm()
-        norms = expert_gradient_norms(experts)
-        mpu, device = self._optimizer.mpu, self._optimizer.fp32_groups_flat_partition[0].device
-        norms = norms if bwc_tensor_model_parallel_rank(mpu) == 0 else []
-        group = None if mpu is None else mpu.get_model_parallel_group()
-        return _squared_norm(gradients, norms, device, group)
-
-    def step(self, norm: float, clip: float) -> None:
-        optimizer = self._optimizer
-        if clip > 0 and norm > clip:  # what is stepped here, not every gradient
-            torch._foreach_mul_(
-                list(optimizer.fp32_groups_gradient_flat_partition), clip / (norm + CLIP_EPSILON)
-            )
-        optimizer.clip_grad = 0.0
-        # Its own norm would read every gradient again, one by one; over experts it is a collective of all
-        # stages, of which some may have no experts.
-        nothing = [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)]
-        has_experts, optimizer.has_moe_layers = optimizer.has_moe_layers, False
-        optimizer.get_grads_for_norm = lambda *_, **__: (nothing, {})
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.get_grads_for_norm
-            optimizer.has_moe_layers = has_experts
-        optimizer.zero_grad()
-
-    def skip(self) -> None:
-        self._optimizer.clear_hp_grads()
-        self._optimizer.clear_lp_grads(set_to_none=True)
-
-    def refresh_weights(self) -> None:
-        self._optimizer.update_lp_params()
-
-    def gradient(self, parameter: Parameter) -> Tensor | None:
-        group, position = self._place[id(parameter)]
-        if not self._optimizer.fp32_groups_has_gradients[group][position]:
-            return None
-        return self._optimizer.fp32_groups_gradients[group][position]
-
-    def fill_missing(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            if self.gradient(parameter) is not None:
-                continue
-            group, position = self._place[id(parameter)]
-            self._optimizer.fp32_groups_gradients[group][position].zero_()
-            self._optimizer.fp32_groups_has_gradients[group][position] = True
-            parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]
-
-
 class _Unsharded:
     """ZeRO-0 in fp32: torch's optimizer itself, the same on every replica.
 
@@ -291,7 +189,7 @@ class _Unsharded:
                 counted.append(p.grad)
         norms = expert_gradient_norms(experts)  # collective, on every tensor rank
         device, group = next(self._parameters()).device, self._mpu.get_model_parallel_group()
-        return _squared_norm(counted, norms if first else [], device, group)
+        return squared_norm_of(counted, norms if first else [], device, group)
 
     @torch.no_grad()
     def step(self, norm: float, clip: float) -> None:
@@ -318,7 +216,7 @@ class _Unsharded:
 def adapt(optimizer: object, mpu: object = None) -> OptimizerAdapter:
     """The adapter of ``engine.optimizer``; ``mpu`` is the pipeline engine's, for one that is not sharded."""
     if isinstance(optimizer, BF16_Optimizer):
-        return _Bf16(optimizer)
+        return Bf16Adapter(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _Stage3(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from omni_ds.parallel.products import add_product, product
 from omni_ds.plan.activations import LOGITS
 
 ALIGNMENT = 256  # rows or columns of a block
@@ -75,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         for first in range(0, hidden.shape[0], rows):
             here = slice(first, first + rows)
-            logits = _product(hidden[here], weight.t())
+            logits = product(hidden[here], weight.t())
             torch.amax(logits, dim=-1, out=highest[here])
             logits.sub_(highest[here].unsqueeze(1))
             place, mine = _places(targets[here], start, weight.shape[0])
@@ -109,14 +110,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.empty_like(weight) if wants_weight else None
         for first in range(0, weight.shape[0], columns):
             rows = weight[first : first + columns]
-            logits = _product(hidden, rows.t()).sub_(highest.unsqueeze(1)).exp_().mul_(scale)
+            logits = product(hidden, rows.t()).sub_(highest.unsqueeze(1)).exp_().mul_(scale)
             place, mine = _places(targets, ctx.start + first, rows.shape[0])
             logits.scatter_add_(1, place, (gradient * mine).neg_().unsqueeze(1))
             logits = logits.to(hidden.dtype)
             if d_weight is not None:
                 torch.mm(logits.t(), hidden, out=d_weight[first : first + columns])
             if d_hidden is not None:
-                _add_product(d_hidden, logits, rows)
+                add_product(d_hidden, logits, rows)
         if d_hidden is not None:
             if ctx.group is not None:
                 dist.all_reduce(d_hidden, group=ctx.group)
@@ -137,7 +138,7 @@ def _with_gradients(
     rows = _aligned(block // weight.shape[0])
     for first in range(0, hidden.shape[0], rows):
         here = slice(first, first + rows)
-        logits, target = _product(hidden[here], weight.t()), targets[here].unsqueeze(1)
+        logits, target = product(hidden[here], weight.t()), targets[here].unsqueeze(1)
         torch.amax(logits, dim=-1, out=highest[here])
         below = highest[here] - logits.gather(1, target).squeeze(1)
         probabilities = logits.softmax(-1)
@@ -149,13 +150,13 @@ def _with_gradients(
         gradient = gradient.to(hidden.dtype)
         del probabilities
         if d_hidden is not None:
-            d_hidden[here] = _product(gradient, weight)
+            d_hidden[here] = product(gradient, weight)
         if not wants[1]:
             continue
         if d_weight is None:
-            d_weight = _product(gradient.t(), hidden[here])
+            d_weight = product(gradient.t(), hidden[here])
         else:
-            _add_product(d_weight, gradient.t(), hidden[here])
+            add_product(d_weight, gradient.t(), hidden[here])
     return losses, highest, 1 / share, (d_hidden, d_weight)
 
 
@@ -173,20 +174,3 @@ def _places(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
     local = targets - start
     mine = (local >= 0) & (local < rows)
     return local.clamp(0, rows - 1).unsqueeze(1), mine.float()
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in fp32, straight from the accumulators where the device can."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` in fp32, which keeps what a low-precision sum of many blocks would lose."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    elif a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total += (a @ b).float()

@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.siglip.modeling_siglip import SiglipAttention
 
 import models.attention
-from models.attention import BACKENDS, Backend, describe_backend, omni_attention, select_backend
+from models.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    Backend,
+    describe_backend,
+    omni_attention,
+    select_backend,
+)
 from models.encoders import build_encoder
+from models.fused import fuse
 from models.init import init_module
 from models.llm import build_llm_layers
 from models.masks import MaskSpec, Packing
@@ -98,6 +107,25 @@ def test_softcap(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.cat(outputs, dim=2).transpose(1, 2)
     out.backward(tensors[3])
     close(got, (out.detach(), q.grad, k.grad, v.grad), 2e-2)
+
+
+def test_towers_fill_heads_in_their_projections() -> None:
+    """SigLIP's heads of 72 numbers, with segments long enough for every kernel."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 144, "num_attention_heads": 2}
+    config = AutoConfig.for_model("siglip_vision_model", **shape)
+    config._attn_implementation = ATTENTION_NAME
+    plain = SiglipAttention(config)
+    x, results = torch.randn(1, 600, 144).bfloat16().float(), []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        attention = copy.deepcopy(plain).to(device, dtype)
+        fuse(attention)
+        packing = Packing.of((300, 257, 43), device)
+        rows, _ = attention(x.to(device, dtype), attention_mask=packing)
+        rows.float().sin().sum().backward()
+        grads = [p.grad for name, p in attention.named_parameters() if name != "k_proj.bias"]  # that is zero
+        results.append([each.detach().float().cpu() for each in (rows, *grads)])
+    close(results[1], results[0], 2e-2)
 
 
 def test_bf16_runs_kernels_for_packed_sequences() -> None:

@@ -112,7 +112,8 @@ def test_engines_see_the_plan_s_arithmetic_and_nothing_of_ours():
     assert encoder["zero_optimization"]["stage"] == 3
     for engine in (llm, encoder):
         assert engine["gradient_clipping"] == 0.0
-        assert engine["bf16"] == {"enabled": True} and engine["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert engine["bf16"] == {"enabled": True, "immediate_grad_update": True}
+        assert engine["data_types"] == {"grad_accum_dtype": "fp32"}
         assert engine["communication_data_type"] == "fp32"
         assert not engine.keys() & {
             "omni",

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from models import fused
 from models.encoders import build_encoder
-from models.linears import are_plain, compute_as_product, mlp, patch_product, project
+from models.linears import are_plain, compute_as_product, mlp, patch_product, project, project_heads
 from tests.unit.model_helpers import ENCODERS, encoder_section
 
 
@@ -58,15 +58,20 @@ def test_linears_that_are_not_plain() -> None:
     assert not are_plain([plain, sharded])
 
 
+@pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("name", ["siglip", "clip", "whisper"])
-def test_quick_forwards_of_towers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_forwards_of_towers(name: str, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filled: the attention kernel wants larger heads."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**ENCODERS[name])
     encoder = build_encoder("x", encoder_section(ENCODERS[name]), config, 24).double()
     sizes = [(8, 33), (8, 95)] if name == "whisper" else [(3, 16, 16), (3, 8, 20)]
     values = [torch.randn(size) for size in sizes]
     results, calls = [], []
-    for function in (project, mlp):
+    projections = project_heads if filled else project
+    if filled:
+        monkeypatch.setattr(fused, "kernel_head_dim", lambda device, dtype, size, packing: size + 3)
+    for function in (project, project_heads, mlp):
         counted = lambda *args, function=function: calls.append(function) or function(*args)  # noqa: E731
         monkeypatch.setattr(fused, function.__name__, counted)
     for quick in (False, True):
@@ -75,7 +80,7 @@ def test_quick_forwards_of_towers(name: str, monkeypatch: pytest.MonkeyPatch) ->
         rows = one(values)
         leaves = [p for p in one.parameters() if p.requires_grad]
         results.append((rows, gradients(rows, *leaves)))
-        assert set(calls) == ({project, mlp} if quick else set())
+        assert set(calls) == ({projections, mlp} if quick else set())
     torch.testing.assert_close(*results)
 
 

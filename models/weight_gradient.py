@@ -1,0 +1,38 @@
+"""Gradients of linear weights that go into their sums without being a tensor of their own.
+
+An optimizer that keeps fp32 sums of gradients gives its weights the attribute ``add_gradient_product``: a
+function of two matrices that adds their product to the weight's sum. A linear's backward pass then hands it
+the two factors of the weight's gradient, and autograd gets none: nothing is rounded to bf16, written, read
+and added afterwards. (Megatron-LM calls it gradient accumulation fusion.)
+
+A weight is asked for it in the forward pass, where it is the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+ADD_PRODUCT = "add_gradient_product"
+AddProduct = Callable[[Tensor, Tensor], None]
+
+
+def adder(weight: Tensor) -> AddProduct | None:
+    """What adds to the weight's sum. None where it has none, or where a hook waits for its gradient."""
+    return None if weight._backward_hooks else getattr(weight, ADD_PRODUCT, None)
+
+
+def weight_gradient(
+    gradient: Tensor, x: Tensor, add: AddProduct | None, shape: tuple[int, ...] | None = None
+) -> Tensor | None:
+    """``gradient.T @ x`` [width, C] of gradient [T, width] and x [T, C]; None where it was added to a sum.
+
+    shape: of the weight, where the columns of gradient or x behind it are padding. They are cut from the
+    result, whose rows would else start where products in bf16 are slow; a sum's do not.
+    """
+    rows, columns = shape or (gradient.shape[1], x.shape[1])
+    if add is None:
+        return (gradient.t() @ x)[:rows, :columns]
+    add(gradient[:, :rows].t(), x[:, :columns])
+    return None
