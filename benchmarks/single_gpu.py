@@ -97,6 +97,7 @@ def build(model: str, budget: int, options: argparse.Namespace):
 
 def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> tuple[dict, list]:
     """A row of the table, and the samples."""
+    from benchmarks.parts.release import release
     from benchmarks.parts.workloads import model_flops, now
 
     runtime, plan, samples, step = build(model, budget, options)
@@ -109,12 +110,13 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
         losses.append(runtime.executor.run(step).loss)
         seconds.append(now(device) - start)
     timed = seconds[options.warm_up :]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if options.profile:
         profile(runtime, step)
     by_hand = loop_seconds(runtime, step, options) if options.loop else None
     middle = statistics.median(timed)
     tokens = step.plan.tokens
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    release(runtime)
     row = {
         "model": model,
         "budget": budget,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from benchmarks.parts.masters import MasterAdamW
-from models.weight_gradient import ADD_PRODUCT
+from benchmarks.parts.release import release
 from omni_ds.engine.executor import StepInput
 from omni_ds.engine.runtime import Runtime
 
@@ -23,8 +22,7 @@ class HandLoop:
     def __init__(self, runtime: Runtime, step: StepInput):
         self.llm, self.encoders = runtime.module, runtime.encoders.encoders()
         modules = [self.llm, *self.encoders.values()]
-        for engine in (runtime.llm, runtime.encoders.engine):
-            _retire(getattr(engine, "optimizer", None))
+        release(runtime)
         self.optimizer = MasterAdamW(p for module in modules for p in module.parameters())
         self.media = {}  # by sample; they lie by window and encoder in the step
         for window in step.plan.replicas[0].windows:
@@ -63,18 +61,3 @@ class HandLoop:
             (losses.sum() / step.target_tokens).backward()
             self.optimizer.accumulate()
         self.optimizer.step()
-
-
-def _retire(optimizer: object) -> None:
-    """No more sums, masters and moments, and nothing that adds to them."""
-    if not isinstance(optimizer, BF16_Optimizer):
-        return
-    optimizer.destroy()  # removes hooks
-    for parameter in (p for group in optimizer.bf16_groups for p in group):
-        parameter.grad = None
-        if hasattr(parameter, ADD_PRODUCT):
-            delattr(parameter, ADD_PRODUCT)
-    states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-    for tensor in (*optimizer.fp32_groups_gradients_flat, *optimizer.fp32_groups_flat_partition, *states):
-        if isinstance(tensor, torch.Tensor):
-            tensor.untyped_storage().resize_(0)

@@ -129,6 +129,7 @@ def qwen_configuration(budget: int, options: argparse.Namespace) -> dict:
         for key, change in TINY_QWEN.items() if options.tiny else ():
             values[key] = values[key] | change if isinstance(change, dict) else change
         config = AutoConfig.for_model(**values)
+        torch.manual_seed(0)  # a GPU's generator else begins anywhere
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             drawn = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
         drawn.save_pretrained(folder)

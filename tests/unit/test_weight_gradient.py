@@ -89,7 +89,9 @@ def of_optimizer(weights: list[nn.Parameter]) -> SimpleNamespace:
     """What the adapter reads of DeepSpeed's optimizer; sums begin with what an earlier step left."""
     return SimpleNamespace(
         bf16_groups=[weights],
-        fp32_groups_gradients=[[torch.full((weight.numel(),), 7.0) for weight in weights]],
+        fp32_groups_gradients=[
+            [torch.full((weight.numel(),), 7.0, device=weight.device) for weight in weights]
+        ],
         fp32_groups_has_gradients=[[False] * len(weights)],
         autoep_folding_tp_group=None,
     )
