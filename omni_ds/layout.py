@@ -69,6 +69,7 @@ def numerics_of(config: Config, *, fused: bool) -> Numerics:
         reduce_bucket=int(zero.reduce_bucket_size or _BUCKET),
         offload_optimizer=_on_host(zero.offload_optimizer),
         offload_param=_on_host(zero.offload_param),
+        at_once=config.bf16.immediate_grad_update is not False,
     )
 
 

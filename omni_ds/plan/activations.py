@@ -27,6 +27,11 @@ from omni_ds.plan.llm_meta import LLMMeta
 
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
 _FUSED_TOWERS = ("siglip", "clip", "whisper", "qwen2_5_vl")
+_JOINT_PROJECTION = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)  # of queries, keys and values: the last keep all of it
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 
 if TYPE_CHECKING:
@@ -141,6 +146,7 @@ def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, in
     if fused:  # query, key, value and output in heads of whole 32s, and the output without padding
         missing = -(meta.hidden // meta.heads) % 32
         padded = 4 * missing * meta.heads + (meta.hidden if missing else 0)
+        padded += 2 * meta.hidden * meta.model_type.startswith(_JOINT_PROJECTION)
     layer = 8 * meta.hidden + padded + inner * meta.intermediate
     tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)

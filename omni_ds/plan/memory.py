@@ -6,7 +6,7 @@ A trained parameter on P parameters of a rank, D ranks in its ZeRO group. What D
 | | bf16, accumulation in fp32 | fp32 |
 |---|---|---|
 | weights | 2 P | 4 P |
-| gradients | 4 P sums, 2 P of the last backward | 4 P |
+| gradients | 4 P sums; 2 P more where they are not added to them at once | 4 P |
 | optimizer | 4 P / D masters, 8 P / D Adam moments | the same; ZeRO-0 has no masters: 8 P |
 | more while gradients are reduced | 6 of each of at most 5e8 elements | two buckets, 4 P / D copied |
 | more while the optimizer steps | | 8 P / D gradients, 4 P fewer |
@@ -38,7 +38,8 @@ class Numerics:
 
     bf16: weights and activations in bf16 with fp32 masters and sums; else everything in fp32. fused: kernels
     of a GPU (AdamW in one pass; requirements-gpu.txt). reduce_bucket: elements that ZeRO
-    reduces at once. offload_optimizer, offload_param: kept on the host.
+    reduces at once. offload_optimizer, offload_param: kept on the host. at_once: a gradient in bf16 joins its
+    sum as soon as it is there.
     """
 
     bf16: bool = True
@@ -46,6 +47,7 @@ class Numerics:
     reduce_bucket: int = 500_000_000
     offload_optimizer: bool = False
     offload_param: bool = False
+    at_once: bool = True
 
     @property
     def element(self) -> int:
@@ -123,7 +125,8 @@ def states(
             host=on_host + offloaded,
         )
     if numerics.bf16:
-        sums, gradients, working = 4 * parameters, 2 * parameters, 0
+        sums, working = 4 * parameters, 0
+        gradients = 0 if numerics.at_once else 2 * parameters
         reducing, stepping = 6 * min(parameters, _ALL_REDUCE), temporary
     elif zero_stage == 1:
         sums, gradients, working = 0, 4 * parameters, bucket
