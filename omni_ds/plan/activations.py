@@ -27,11 +27,8 @@ from omni_ds.plan.llm_meta import LLMMeta
 
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
 _FUSED_TOWERS = ("siglip", "clip", "whisper", "qwen2_5_vl")
-_JOINT_PROJECTION = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-)  # of queries, keys and values: the last keep all of it
+# Queries, keys and values are one tensor, which lives as long as the values; the others are rotated copies.
+_JOINT_PROJECTION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 
 if TYPE_CHECKING:
