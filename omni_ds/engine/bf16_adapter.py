@@ -36,7 +36,7 @@ class Bf16Adapter:
         for number, group in enumerate(optimizer.bf16_groups):
             for position, parameter in enumerate(group):
                 sums = optimizer.fp32_groups_gradients[number]
-                if sums[position].dtype == torch.float32 and parameter.is_cuda:
+                if sums[position].dtype == torch.float32 and sums[position].is_cuda:
                     add = partial(self._add_product, parameter, number, position)
                     setattr(parameter, ADD_PRODUCT, add)
 
