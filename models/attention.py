@@ -202,7 +202,9 @@ def kernel_head_dim(device: torch.device, dtype: torch.dtype, head_dim: int, pac
 
 def packing_of(module: nn.Module, attention_mask: Packing | None) -> Packing:
     """The Packing in the place of HF's mask, or as the attribute of a module whose layer takes no mask."""
-    return getattr(module, "packing", None) if attention_mask is None else attention_mask
+    packing = getattr(module, "packing", None) if attention_mask is None else attention_mask
+    assert isinstance(packing, Packing), "packed attention takes a Packing"
+    return packing
 
 
 def describe_backend(device: torch.device | str, dtype: torch.dtype, head_dim: int | None = None) -> str:

@@ -30,7 +30,7 @@ def has_liger() -> bool:
 
 
 def fuse(module: nn.Module) -> None:
-    """Give the norms, MLPs and attentions inside a layer of HF's (or a norm itself) quicker forwards.
+    """Give norms, linears, MLPs and attentions inside a layer of HF's (or a norm itself) quicker forwards.
 
     Same names, parameters and results to rounding.
     """

@@ -39,7 +39,10 @@ def llm_engine_config(config: Config, micro_batches: int, data_degree: int) -> d
 
 def encoder_engine_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's dict for the encoders: one pass a step over the world, under their own ZeRO stage."""
-    return _shared(config, 1, config.omni.encoder_parallel.zero_stage)
+    result = _shared(config, 1, config.omni.encoder_parallel.zero_stage)
+    if "bf16" in result:  # slices pass DeepSpeed's engine by, which would add only what its own passes leave
+        result["bf16"] = result["bf16"] | {"immediate_grad_update": True}
+    return result
 
 
 def monitor_config(config: Config) -> dict[str, Any]:

@@ -93,6 +93,12 @@ def test_missing_monitor_package_is_named(monkeypatch):
         resolve(validate(minimal(wandb={"enabled": True})), 1, None)
 
 
+def test_encoders_add_gradients_at_once_whatever_the_llm_does():
+    config = resolve(validate(minimal(bf16={"enabled": True, "immediate_grad_update": False})), 1, None)
+    assert llm_engine_config(config, micro_batches=1, data_degree=1)["bf16"]["immediate_grad_update"] is False
+    assert encoder_engine_config(config)["bf16"]["immediate_grad_update"] is True
+
+
 def test_engines_see_the_plan_s_arithmetic_and_nothing_of_ours():
     raw = minimal(
         bf16={"enabled": True},
