@@ -18,8 +18,8 @@ from omni_ds.parallel.products import add_product, product
 class Bf16Adapter:
     """bf16 weights with fp32 masters and accumulation (:class:`BF16_Optimizer`).
 
-    Gradients join their sums without a copy. On a GPU those that are products are made in fp32 where the sum
-    is (models/weight_gradient.py), never in bf16.
+    Gradients join their sums without a copy. On a GPU, those that models/weight_gradient.py hands over as
+    products are made in fp32 where the sum is, never in bf16.
     """
 
     def __init__(self, optimizer: BF16_Optimizer):
