@@ -32,8 +32,8 @@ class BF16(Section):
     """auto: on a GPU."""
     immediate_grad_update: bool | None = None
     """Add each gradient of the LLM to its float32 sum as soon as it is there; null: true. false: behind each
-    backward pass; on a GPU, products of linear weights are added at once all the same. Of ZeRO-1 with float32
-    sums; encoders always do so."""
+    backward pass, until when all of them are kept in bfloat16. Of ZeRO-1 with float32 sums; encoders always
+    add at once."""
     check_grad_overflow: bool | None = None
     """Look for infinite or undefined gradients before a step."""
 

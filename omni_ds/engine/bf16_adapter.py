@@ -18,8 +18,8 @@ from omni_ds.parallel.products import add_product, product
 class Bf16Adapter:
     """bf16 weights with fp32 masters and accumulation (:class:`BF16_Optimizer`).
 
-    Gradients join their sums without a copy. On a GPU, those that models/weight_gradient.py hands over as
-    products are made in fp32 where the sum is, never in bf16.
+    Gradients join their sums without a copy. Where they do so at once (immediate_grad_update) and on a GPU,
+    those that models/weight_gradient.py hands over as products are made in fp32 where the sum is.
     """
 
     def __init__(self, optimizer: BF16_Optimizer):
@@ -33,6 +33,8 @@ class Bf16Adapter:
             return
         optimizer._update_hp_grad = self._accumulate
         optimizer.clear_hp_grads = self._forget
+        if not optimizer.immediate_grad_update:
+            return
         for number, group in enumerate(optimizer.bf16_groups):
             for position, parameter in enumerate(group):
                 sums = optimizer.fp32_groups_gradients[number]

@@ -85,6 +85,15 @@ def test_bf16_layouts_agree(found: tuple[int, tuple[str, ...]]) -> None:
     check(train(*found), train(*ONE), share=0.5)
 
 
+@pytest.mark.parametrize("at_once", ["true", "false"])
+def test_slices_of_images_are_counted(at_once: str) -> None:
+    """Their passes are not those of DeepSpeed's engine, which adds gradients up behind its own."""
+    more = ("omni.encoder_parallel.long_short=8", f"bf16.immediate_grad_update={at_once}")
+    found = train(2, layout(1, "colocated", 2, BF16, *more))
+    assert found["slices"] > 0
+    check(found, train(*ONE), share=0.5)
+
+
 def _norms_without_gradients(config: str, overrides: tuple[str, ...]) -> list[float]:
     """Gradient norm of a step, and of what the next one has before any backward."""
     from omni_ds.config.load import load_config

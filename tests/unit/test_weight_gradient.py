@@ -94,6 +94,7 @@ def of_optimizer(weights: list[nn.Parameter]) -> SimpleNamespace:
         ],
         fp32_groups_has_gradients=[[False] * len(weights)],
         autoep_folding_tp_group=None,
+        immediate_grad_update=True,
     )
 
 
