@@ -26,7 +26,8 @@ from omni_ds.plan.held import LayerShare
 from omni_ds.plan.llm_meta import LLMMeta
 
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
-_FUSED_TOWERS = ("siglip", "clip", "whisper", "qwen2_5_vl")
+_FILLED_BY_PROJECTIONS = ("siglip", "clip", "whisper")  # heads; padded weights are kept for it
+_FUSED_TOWERS = (*_FILLED_BY_PROJECTIONS, "qwen2_5_vl")
 # Queries, keys and values are one tensor, which lives as long as the values; the others are rotated copies.
 _JOINT_PROJECTION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
@@ -140,15 +141,29 @@ def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, in
     inner, padded = (4 if meta.mlp_matrices == 3 else 2), 0
     if fused and meta.model_type.startswith(_FUSED_TOWERS):
         inner //= 2
-    if fused:  # query, key, value and output in heads of whole 32s, and the output without padding
-        missing = -(meta.hidden // meta.heads) % 32
-        padded = 4 * missing * meta.heads + (meta.hidden if missing else 0)
+    if fused:  # query, key, value and output in heads of whole 32s; elsewhere the output without padding too
+        padded = 4 * _missing(meta)
+        if padded and not meta.model_type.startswith(_FILLED_BY_PROJECTIONS):
+            padded += meta.hidden
         padded += 2 * meta.hidden * meta.model_type.startswith(_JOINT_PROJECTION)
     layer = 8 * meta.hidden + padded + inner * meta.intermediate
     tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
     rows = element * row if meta.trainable else 0
     return tower, rows
+
+
+def _missing(meta: EncoderMeta) -> int:
+    """Zeros behind the heads of a token."""
+    return -(meta.hidden // meta.heads) % 32 * meta.heads
+
+
+def _padded_weights(meta: EncoderMeta, element: int, fused: bool) -> int:
+    """Of queries, keys, values and output, kept by every pass; with recomputation of one layer at a time."""
+    if not (fused and meta.tower_trainable and meta.model_type.startswith(_FILLED_BY_PROJECTIONS)):
+        return 0
+    missing = _missing(meta)
+    return meta.layers * 4 * meta.hidden * (meta.hidden + missing) * element if missing else 0
 
 
 def activations(plan: Plan, stage: int, load: Load, element: int, *, fused: bool) -> Activations:
@@ -208,9 +223,12 @@ def _encoder_windows(plan: Plan, stage: int, load: Load, element: int, fused: bo
     for meta in plan.encoders:
         tokens, rows = load.encoders.get(meta.name, (0, 0))
         tower, row = encoder_bytes(meta, element, fused)
+        weights = _padded_weights(meta, element, fused) if tokens else 0
         whole = tokens * tower
         if plan.options.encoder_recompute and tower:
             whole = tokens * element * (meta.layers + 2) * meta.hidden
-            running = max(running, -(-tokens * tower // (meta.layers * sharers)))
+            running = max(running, -(-tokens * tower // (meta.layers * sharers)) + weights // meta.layers)
+        else:
+            kept += live * weights
         kept += -(-live * (whole + meta.projected_rows(tokens, rows) * row) // sharers)
     return kept, running
