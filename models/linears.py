@@ -10,6 +10,7 @@ Shapes: T tokens, C width of the input, I of what is between.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -29,29 +30,25 @@ def are_plain(linears: Sequence[nn.Module]) -> bool:
 
 def project(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Each linear of x [..., C]: [..., width]."""
-    parts = [part for linear in linears for part in (linear.weight, linear.bias)]
-    outputs = _Projections.apply(x.flatten(0, -2), *parts)
+    outputs = _Projections.apply(x.flatten(0, -2), None, *_parts(linears))
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outputs)
 
 
 def project_heads(x: Tensor, linears: Sequence[nn.Linear], size: int, width: int) -> tuple[Tensor, ...]:
     """Each linear of x [..., C] as heads [..., heads, width], of which all but the first ``size`` numbers are
     zeros."""
-    parts = []
-    for linear in linears:
-        weight = F.pad(linear.weight.unflatten(0, (-1, size)), (0, 0, 0, width - size)).flatten(0, 1)
-        bias = linear.bias
-        if bias is not None:
-            bias = F.pad(bias.unflatten(0, (-1, size)), (0, width - size)).flatten()
-        parts += [weight, bias]
-    outputs = _Projections.apply(x.flatten(0, -2), *parts)
+    outputs = _Projections.apply(x.flatten(0, -2), (size, width), *_parts(linears))
     return tuple(out.view(*x.shape[:-1], -1, width) for out in outputs)
 
 
 def linear_of_heads(linear: nn.Linear, x: Tensor, size: int, width: int) -> Tensor:
     """The linear of heads [..., heads * width] of which it knows the first ``size`` numbers."""
-    weight = F.pad(linear.weight.unflatten(1, (-1, size)), (0, width - size)).flatten(1)
-    return F.linear(x, weight, linear.bias)
+    out = _LinearOfHeads.apply(x.flatten(0, -2), linear.weight, linear.bias, size, width)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def _parts(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
+    return [part for linear in linears for part in (linear.weight, linear.bias)]
 
 
 def mlp(x: Tensor, first: nn.Linear, activation: Callable[[Tensor], Tensor], second: nn.Linear) -> Tensor:
@@ -80,11 +77,18 @@ def patch_product(convolution: nn.Module, patches: Tensor) -> Tensor:
 
 
 class _Projections(torch.autograd.Function):
+    """heads: (numbers of a head, of those that it is filled up to with zeros); None: as they are."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, heads: tuple[int, int] | None, *parts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.adders, ctx.heads = [adder(weight) for weight in parts[::2]], heads
+        ctx.shapes = [weight.shape for weight in parts[::2]]
+        if heads:
+            parts = tuple(None if part is None else _fill_rows(part, *heads) for part in parts)
         weights, biases = parts[::2], parts[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.adders = [adder(weight) for weight in weights]
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -96,12 +100,50 @@ class _Projections(torch.autograd.Function):
             total = gradients[0] @ weights[0]
             for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
                 total.addmm_(gradient, weight)
+        cut = partial(_cut_rows, size=ctx.heads[0], width=ctx.heads[1]) if ctx.heads else None
         parts = []
         for number, gradient in enumerate(gradients):
-            wanted = wants[1 + 2 * number]
-            parts.append(weight_gradient(gradient, x, ctx.adders[number]) if wanted else None)
-            parts.append(gradient.sum(0) if wants[2 + 2 * number] else None)
-        return total, *parts
+            weight = bias = None
+            if wants[2 + 2 * number]:
+                weight = weight_gradient(gradient, x, ctx.adders[number], ctx.shapes[number], cut)
+            if wants[3 + 2 * number]:
+                bias = gradient.sum(0) if cut is None else cut(gradient.sum(0)).flatten()
+            parts += [weight, bias]
+        return total, None, *parts
+
+
+class _LinearOfHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, size: int, width: int) -> Tensor:
+        ctx.adder, ctx.shape, ctx.size = adder(weight), weight.shape, size
+        filled = F.pad(weight.unflatten(1, (-1, size)), (0, width - size)).flatten(1)
+        ctx.save_for_backward(x, filled)
+        return F.linear(x, filled, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, filled = ctx.saved_tensors
+        wants, (rows, columns), size = ctx.needs_input_grad, ctx.shape, ctx.size
+        weight = None
+        if wants[1]:
+            heads = columns // size
+            weight = weight_gradient(
+                gradient, x, ctx.adder, ctx.shape, lambda product: product.view(rows, heads, -1)[..., :size]
+            )
+        bias = gradient.sum(0) if wants[2] else None
+        return gradient @ filled if wants[0] else None, weight, bias, None, None
+
+
+def _fill_rows(part: Tensor, size: int, width: int) -> Tensor:
+    """A weight [heads * size, C] or bias [heads * size] -> [heads * width, ...], zeros behind each head."""
+    heads = part.unflatten(0, (-1, size))
+    return F.pad(heads, (0, 0) * (part.dim() - 1) + (0, width - size)).flatten(0, 1)
+
+
+def _cut_rows(filled: Tensor, size: int, width: int) -> Tensor:
+    """[heads * width, ...] -> [heads, size, ...]: what :func:`_fill_rows` was given, as a view."""
+    return filled.unflatten(0, (-1, width))[:, :size]
 
 
 class _MLP(torch.autograd.Function):

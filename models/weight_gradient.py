@@ -2,8 +2,8 @@
 
 An optimizer that keeps fp32 sums of gradients gives its weights the attribute ``add_gradient_product``: a
 function of two matrices that adds their product to the weight's sum. A linear's backward pass then hands it
-the two factors of the weight's gradient, and autograd gets none: nothing is rounded to bf16, written, read
-and added afterwards. (Megatron-LM calls it gradient accumulation fusion.)
+the two factors of the weight's gradient, and autograd gets none: nothing is rounded to bf16, and without
+padding nothing is written, read and added afterwards. (Megatron-LM calls it gradient accumulation fusion.)
 
 A weight is asked for it in the forward pass, where it is the parameter itself.
 """
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 ADD_PRODUCT = "add_gradient_product"
-AddProduct = Callable[[Tensor, Tensor], None]
+Cut = Callable[[Tensor], Tensor]  # a part of a product: a view with the numbers of the weight in their order
+AddProduct = Callable[[Tensor, Tensor, Cut | None], None]
 
 
 def adder(weight: Tensor) -> AddProduct | None:
@@ -24,15 +25,18 @@ def adder(weight: Tensor) -> AddProduct | None:
 
 
 def weight_gradient(
-    gradient: Tensor, x: Tensor, add: AddProduct | None, shape: tuple[int, ...] | None = None
+    gradient: Tensor,
+    x: Tensor,
+    add: AddProduct | None,
+    shape: tuple[int, ...] | None = None,
+    cut: Cut | None = None,
 ) -> Tensor | None:
     """``gradient.T @ x`` [width, C] of gradient [T, width] and x [T, C]; None where it was added to a sum.
 
-    shape: of the weight, where the columns of gradient or x behind it are padding. They are cut from the
-    result, whose rows would else start where products in bf16 are slow; a sum's do not.
+    shape: of the weight, where the product has padding besides, which ``cut`` takes away.
     """
-    rows, columns = shape or (gradient.shape[1], x.shape[1])
-    if add is None:
-        return (gradient.t() @ x)[:rows, :columns]
-    add(gradient[:, :rows].t(), x[:, :columns])
-    return None
+    if add is not None:
+        add(gradient.t(), x, cut)
+        return None
+    product = gradient.t() @ x
+    return product if cut is None else cut(product).reshape(shape)

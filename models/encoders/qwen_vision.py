@@ -25,6 +25,7 @@ from models.fused import rotated
 from models.linears import compute_as_product
 from models.masks import Packing
 from models.transfer import on_device
+from models.window_attention import can_attend, window_attention
 from omni_ds.plan.towers.qwen_vision import QwenVisionMeta, has_windows
 
 
@@ -217,10 +218,15 @@ def _attend(
     """The ``forward`` of HF's vision attention on hidden states [T, C], with a Packing in the place of
     ``cu_seqlens``."""
     if hasattr(attention, "qkv"):
-        projected = attention.qkv(hidden_states).chunk(3, dim=1)
+        projected = (attention.qkv(hidden_states),)
     else:
-        projected = [project(hidden_states) for project in (attention.q, attention.k, attention.v)]
-    query, key, value = (x.unflatten(1, (attention.num_heads, -1)) for x in projected)  # [T, heads, size]
+        projected = tuple(project(hidden_states) for project in (attention.q, attention.k, attention.v))
+    if can_attend(hidden_states, cu_seqlens, position_embeddings[0].shape[1]):
+        return attention.proj(
+            window_attention(projected, attention.num_heads, *position_embeddings, cu_seqlens)
+        )
+    parts = projected[0].chunk(3, dim=1) if len(projected) == 1 else projected
+    query, key, value = (x.unflatten(1, (attention.num_heads, -1)) for x in parts)  # [T, heads, size]
     query, key = rotated(query, key, *position_embeddings)
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
     out, _ = omni_attention(attention, *heads, cu_seqlens)

@@ -9,7 +9,7 @@ from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 from torch import Tensor
 from torch.nn import Parameter
 
-from models.weight_gradient import ADD_PRODUCT
+from models.weight_gradient import ADD_PRODUCT, Cut
 from omni_ds.engine.gradient_norm import CLIP_EPSILON, squared_norm_of
 from omni_ds.parallel.expert import expert_gradient_norms
 from omni_ds.parallel.products import add_product, product
@@ -55,13 +55,19 @@ class Bf16Adapter:
         if clear_lp_grads:
             parameter.grad.zero_()
 
-    def _add_product(self, parameter: Parameter, group: int, position: int, a: Tensor, b: Tensor) -> None:
-        total = self._sum(parameter, group, position).view(a.shape[0], b.shape[1])
-        if self._optimizer.fp32_groups_has_gradients[group][position]:
-            add_product(total, a, b)
-        else:
-            product(a, b, out=total)
+    def _add_product(
+        self, parameter: Parameter, group: int, position: int, a: Tensor, b: Tensor, cut: Cut | None
+    ) -> None:
+        total = self._sum(parameter, group, position)
+        first = not self._optimizer.fp32_groups_has_gradients[group][position]
         self._optimizer.fp32_groups_has_gradients[group][position] = True
+        if cut is not None:  # aligned with its padding, a product is twice as quick as one into the sum
+            part = cut(product(a, b))
+            total = total.view(part.shape)
+            total.copy_(part) if first else total.add_(part)
+            return
+        total = total.view(a.shape[0], b.shape[1])
+        product(a, b, out=total) if first else add_product(total, a, b)
 
     def _sum(self, parameter: Parameter, group: int, position: int) -> Tensor:
         parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,14 @@ from torch import Tensor, nn
 from models import fused
 from models.gated_mlp import gated_mlp
 from models.linears import linear_of_heads, mlp, project, project_heads
-from models.weight_gradient import ADD_PRODUCT, adder
+from models.weight_gradient import ADD_PRODUCT, Cut, adder
 from omni_ds.engine.bf16_adapter import Bf16Adapter
 from tests.unit.test_gated_mlp import MLP
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, cut: Cut | None) -> None:
+    product = a @ b
+    total.add_(product if cut is None else cut(product).reshape(total.shape))
 
 
 def give_sums(module: nn.Module) -> dict[str, Tensor]:
@@ -25,7 +31,7 @@ def give_sums(module: nn.Module) -> dict[str, Tensor]:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 2:
             sums[name] = torch.zeros_like(parameter)
-            setattr(parameter, ADD_PRODUCT, lambda a, b, total=sums[name]: total.add_(a @ b))
+            setattr(parameter, ADD_PRODUCT, partial(add_product, sums[name]))
     return sums
 
 
@@ -36,6 +42,23 @@ class Three(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([linear(x) for linear in self.linears], -1)
+
+
+class Heads(Three):
+    """Of 4 numbers, filled up to 6 between the linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(6, 8, bias=n != 1) for n in range(3))
+        self.out = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (linear(x) for linear in self.linears)
+        return self.out(query * key + value)
+
+    def filled(self, x: Tensor) -> Tensor:
+        query, key, value = project_heads(x, list(self.linears), 4, 6)
+        return linear_of_heads(self.out, (query * key + value).flatten(-2), 4, 6)
 
 
 class Two(nn.Module):
@@ -52,6 +75,7 @@ CASES = {
     "mlp": (Two(), lambda m, x: mlp(x, m.first, F.gelu, m.second)),
     "gated": (MLP(6, 8, True), gated_mlp),
     "gated, padded": (MLP(6, 11, True), gated_mlp),
+    "heads": (Heads(), lambda m, x: m.filled(x)),
     "linear": (nn.Linear(6, 5), lambda m, x: fused._linear(m, x)),
 }
 
@@ -98,7 +122,9 @@ def of_optimizer(weights: list[nn.Parameter]) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("order", ["product first", "gradient first", "products", "gradients"])
+@pytest.mark.parametrize(
+    "order", ["product first", "gradient first", "products", "gradients", "part first", "parts"]
+)
 def test_adapter_adds_up(order: str) -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
@@ -107,7 +133,11 @@ def test_adapter_adds_up(order: str) -> None:
     product, gradient = (a @ b).float(), torch.randn(4, 3).bfloat16()
 
     def add_product() -> Tensor:
-        adapter._add_product(weight, 0, 0, a, b)
+        adapter._add_product(weight, 0, 0, a, b, None)
+        return product
+
+    def add_part() -> Tensor:
+        adapter._add_product(weight, 0, 0, F.pad(a, (0, 0, 0, 2)), b, lambda padded: padded[:4])
         return product
 
     def add_gradient() -> Tensor:
@@ -119,6 +149,8 @@ def test_adapter_adds_up(order: str) -> None:
         "product first": [add_product, add_gradient],
         "gradient first": [add_gradient, add_product],
         "products": [add_product] * 3,
+        "part first": [add_part, add_gradient, add_product],
+        "parts": [add_product, add_part, add_part],
         "gradients": [add_gradient] * 3,
     }
     expected = sum(add() for add in steps[order])
