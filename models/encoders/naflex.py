@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from models.encoders.resize import resize_grid
+from models.encoders.resize import resize_grids
 from models.encoders.vit import VitEncoder
 
 
@@ -19,14 +19,11 @@ class NaflexEncoder(VitEncoder):
         rows = patches.permute(0, 2, 3, 1).flatten(1)  # channels last, as HF's processor flattens a patch
         return linear(rows.to(linear.weight.device, linear.weight.dtype))
 
-    def _positions(self, grids: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+    def _positions(self, grids: Collection[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
         """Of each grid, [rows * columns, C], bilinear with antialiasing, as HF resizes them."""
         embedding, side = self.tower.embeddings.position_embedding, self.meta.image // self.meta.patch
         table = embedding(torch.arange(side * side, device=embedding.weight.device))
         native = table.view(side, side, -1)
-        return {
-            grid: table
-            if grid == (side, side)
-            else resize_grid(native, grid, mode="bilinear", antialias=True)
-            for grid in grids
-        }
+        others = [grid for grid in grids if grid != (side, side)]
+        resized = resize_grids(native, others, mode="bilinear", antialias=True)
+        return {grid: table for grid in grids} | dict(zip(others, resized, strict=True))

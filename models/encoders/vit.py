@@ -11,7 +11,7 @@ has it; it takes no part and never trains.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from models.attention import ATTENTION_NAME
 from models.encoders.base import Encoder, ItemSlice
-from models.encoders.resize import resize_grid
+from models.encoders.resize import resize_grids
 from models.linears import compute_as_product
 from omni_ds.plan.encoder_meta import EncoderMeta
 
@@ -146,7 +146,7 @@ class VitEncoder(Encoder):
             return cls if registers is None else torch.cat([cls, registers[0]])
         return embeddings.class_embedding[None] if self.meta.prefix else None
 
-    def _positions(self, grids: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+    def _positions(self, grids: Collection[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
         """Position embeddings [rows * columns, C] of each grid, after one for the CLS token if any."""
         embeddings, patch, side = self.tower.embeddings, self.meta.patch, self.meta.image // self.meta.patch
         if self._dino:  # HF's method reads parameters of this very module
@@ -158,12 +158,11 @@ class VitEncoder(Encoder):
                 for rows, columns in grids
             }
         table = embeddings.position_embedding(embeddings.position_ids)[0]
-        native = table[self.meta.prefix :].view(side, side, -1)
-        tables = {}
-        for grid in grids:
-            tables[grid] = table
-            if grid != (side, side):
-                tables[grid] = torch.cat([table[: self.meta.prefix], resize_grid(native, grid)])
+        prefix, native = table[: self.meta.prefix], table[self.meta.prefix :].view(side, side, -1)
+        others = [grid for grid in grids if grid != (side, side)]
+        tables = {grid: table for grid in grids}
+        for grid, resized in zip(others, resize_grids(native, others), strict=True):
+            tables[grid] = torch.cat([prefix, resized]) if len(prefix) else resized
         return tables
 
     def slice_features(self, value: Tensor, part: ItemSlice) -> tuple[Tensor, tuple[int, int]]:

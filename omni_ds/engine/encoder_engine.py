@@ -241,7 +241,7 @@ class EncoderEngine:
                 self.engine.allreduce_gradients()
 
     def squared_norm(self) -> Tensor:
-        """Squared gradient norm of the encoders, the same float64 CPU scalar on all ranks, after `reduce`."""
+        """Squared gradient norm of the encoders, the same float64 scalar on all ranks, after `reduce`."""
         squared = torch.zeros((), dtype=torch.float64)
         if self.adapter is not None:
             with self.ranks.active():

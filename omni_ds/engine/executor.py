@@ -289,8 +289,9 @@ class StepExecutor:
             self._windows.backward(action.index, gradients)
 
     def _norm(self, _: Action) -> None:
-        squared = self._llm.squared_norm() + self._encoders.squared_norm()
-        self._result.grad_norm = math.sqrt(float(squared))
+        # Both are asked for before one is read, which waits for the device.
+        squared = [self._llm.squared_norm(), self._encoders.squared_norm()]
+        self._result.grad_norm = math.sqrt(sum(float(part) for part in squared))
 
     def _step(self, _: Action) -> None:
         # One decision for both engines; the norm is the same number on every rank.

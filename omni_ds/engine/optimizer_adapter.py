@@ -31,7 +31,8 @@ from omni_ds.parallel.expert import expert_gradient_norms, is_expert
 
 class OptimizerAdapter(Protocol):
     def squared_norm(self) -> Tensor:
-        """Squared norm of the reduced gradients over all ranks that share this optimizer; float64 scalar."""
+        """Squared norm of the reduced gradients over all ranks that share this optimizer: a float64 scalar
+        where the gradients are, so that nothing has to wait for it yet."""
         ...
 
     def step(self, norm: float, clip: float) -> None:
@@ -80,7 +81,7 @@ class _Sharded:
         finally:
             optimizer.__dict__.pop(name)
         optimizer._model_parallel_all_reduce(tensor=squared, op=dist.ReduceOp.SUM)
-        return squared.cpu()
+        return squared
 
     @contextmanager
     def _joint_norm(self, norm: float, clip: float) -> Iterator[None]:
@@ -146,7 +147,7 @@ class _Stage3(_Sharded):
         self._optimizer.grad_partitions_flat_buffer.zero_()
 
     def squared_norm(self) -> Tensor:
-        return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups())).cpu()
+        return _squared(combine_grad_norm_groups(self._optimizer._get_norm_groups()))
 
     def _norm_result(self, norm: float):
         value = torch.tensor(norm, dtype=torch.float32, device=self._optimizer.device)

@@ -45,7 +45,7 @@ class LLMEngine(Protocol):
         ...
 
     def squared_norm(self) -> Tensor:
-        """Squared gradient norm over all stages, a float64 CPU scalar; valid after :meth:`reduce`."""
+        """Squared gradient norm over all stages, float64 scalar on any device; valid after :meth:`reduce`."""
         ...
 
     def step(self, norm: float, clip: float) -> None:

@@ -291,3 +291,17 @@ def test_positions_are_resized_as_torch_interpolates(grid, antialias):
     )
     found = resize_grid(table, grid, antialias=antialias)
     torch.testing.assert_close(found, expected[0].flatten(1).T, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_of_many_grids_are_those_of_each():
+    from models.encoders.resize import resize_grid, resize_grids
+
+    table = torch.randn(7, 6, 5, dtype=torch.float64, requires_grad=True)
+    grids = [(5, 7), (7, 7), (16, 3), (5, 7), (1, 9)]
+    together, each = resize_grids(table, grids), [resize_grid(table, grid) for grid in grids]
+    torch.testing.assert_close(list(together), each, rtol=1e-5, atol=1e-6)
+    gradients = [
+        torch.autograd.grad(torch.cat(list(some)).sin().sum(), table)[0] for some in (together, each)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    assert resize_grids(table, []) == ()
