@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from models.masks import MaskSpec, Packing
+from omni_ds.plan.activations import SHORT_WINDOW
 
-LONGEST = 64  # tokens: the tiles of a longer window would not stay in registers
+LONGEST = SHORT_WINDOW  # the tiles of a longer window would not stay in registers
 _LARGEST_HEAD = 128
 _WARPS = 4
 

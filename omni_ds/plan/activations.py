@@ -29,6 +29,7 @@ ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on
 _FILLED_BY_PROJECTIONS = ("siglip", "clip", "whisper")  # heads; padded weights are kept for it
 _FUSED_TOWERS = (*_FILLED_BY_PROJECTIONS, "qwen2_5_vl")
 # Queries, keys and values are one tensor, which lives as long as the values; the others are rotated copies.
+SHORT_WINDOW = 64  # tokens that one tile of models/window_attention.py holds
 _JOINT_PROJECTION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 
@@ -146,11 +147,19 @@ def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, in
         if padded and not meta.model_type.startswith(_FILLED_BY_PROJECTIONS):
             padded += meta.hidden
         padded += 2 * meta.hidden * meta.model_type.startswith(_JOINT_PROJECTION)
-    layer = 8 * meta.hidden + padded + inner * meta.intermediate
-    tower = element * (meta.layers * layer + meta.stem_width) if meta.tower_trainable else 0
+    layers = meta.layers * (8 * meta.hidden + inner * meta.intermediate)
+    layers += padded * (meta.layers - (_window_layers(meta) if fused else 0))
+    tower = element * (layers + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
     rows = element * row if meta.trainable else 0
     return tower, rows
+
+
+def _window_layers(meta: EncoderMeta) -> int:
+    """Whose attention is one kernel with its rotation (models/window_attention.py), which keeps the joint
+    projection alone."""
+    side = getattr(meta, "window_side", 0) * meta.factor
+    return meta.layers - meta.full_layers if 0 < side**2 <= SHORT_WINDOW else 0
 
 
 def _missing(meta: EncoderMeta) -> int:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from models.fused import rotated
 from models.gated_mlp import gated_mlp
+from models.masks import Packing
+from models.window_attention import can_attend, window_attention
 from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
 from tests.unit.test_gated_mlp import MLP
 
@@ -69,3 +71,35 @@ def test_rotation_of_vision_towers(width: int, dtype: torch.dtype, bound: float)
         sum((x.float() * other.to(device)).sum() for x in out).backward()
         results.append([*(x.detach() for x in out), *(leaf.grad for leaf in leaves)])
     close(results[1], results[0], bound)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "width"), [((64, 16, 48, 1), 80), ((7, 12, 3), 20), ((64,) * 3, 128), ((1, 2), 64)]
+)
+def test_window_attention(lengths: tuple[int, ...], width: int, joint: bool) -> None:
+    torch.manual_seed(0)
+    heads, tokens = 3, sum(lengths)
+    angles = (3 * torch.randn(tokens, width // 2)).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    parts = [torch.randn(tokens, n * heads * width) for n in ((3,) if joint else (1, 1, 1))]
+    parts = [part.bfloat16().float().requires_grad_() for part in parts]
+    other = torch.randn(tokens, heads * width).bfloat16().float()
+
+    three = [x.unflatten(1, (heads, width)) for x in (parts[0].chunk(3, dim=1) if joint else parts)]
+    query, key = rotated(three[0], three[1], cos, sin)
+    windows = zip(*(x.split(lengths) for x in (query, key, three[2])), strict=True)
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in window)).transpose(0, 1).flatten(1)
+            for window in windows
+        ]
+    )
+    expected.backward(other)
+
+    ours = [part.detach().to("cuda", torch.bfloat16).requires_grad_() for part in parts]
+    packing = Packing.of(lengths, "cuda")
+    assert can_attend(ours[0], packing, width)
+    out = window_attention(ours, heads, cos.cuda(), sin.cuda(), packing)
+    out.backward(other.to("cuda", torch.bfloat16))
+    close([out.detach(), *(x.grad for x in ours)], [expected.detach(), *(x.grad for x in parts)], 1e-2)
