@@ -68,13 +68,13 @@ class _GatedMLP(torch.autograd.Function):
             tall, wide = lambda product: product[:width], lambda product: product[:, :width]
         down = None
         if wants[5]:
-            down = weight_gradient(gradient, _product(gate, up), ctx.adders[2], down_weight.shape, wide)
+            down = weight_gradient(gradient, _product(gate, up), ctx.adders[2], wide, down_weight.shape)
         d_gate, d_up = _product_gradients(gate, up, gradient @ _wide(down_weight))
         d_x = None
         if wants[0]:
             d_x = torch.addmm(d_up @ _tall(up_weight), d_gate, _tall(gate_weight))
         weights = [
-            weight_gradient(d, x, add, gate_weight.shape, tall) if want else None
+            weight_gradient(d, x, add, tall, gate_weight.shape) if want else None
             for d, want, add in zip((d_gate, d_up), (wants[1], wants[3]), ctx.adders[:2], strict=True)
         ]
         biases = [

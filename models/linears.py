@@ -105,7 +105,7 @@ class _Projections(torch.autograd.Function):
         for number, gradient in enumerate(gradients):
             weight = bias = None
             if wants[2 + 2 * number]:
-                weight = weight_gradient(gradient, x, ctx.adders[number], ctx.shapes[number], cut)
+                weight = weight_gradient(gradient, x, ctx.adders[number], cut, ctx.shapes[number])
             if wants[3 + 2 * number]:
                 bias = gradient.sum(0) if cut is None else cut(gradient.sum(0)).flatten()
             parts += [weight, bias]
@@ -115,7 +115,7 @@ class _Projections(torch.autograd.Function):
 class _LinearOfHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, size: int, width: int) -> Tensor:
-        ctx.adder, ctx.shape, ctx.size = adder(weight), weight.shape, size
+        ctx.adder, ctx.shape, ctx.heads = adder(weight), weight.shape, (size, width)
         filled = F.pad(weight.unflatten(1, (-1, size)), (0, width - size)).flatten(1)
         ctx.save_for_backward(x, filled)
         return F.linear(x, filled, bias)
@@ -124,13 +124,11 @@ class _LinearOfHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, filled = ctx.saved_tensors
-        wants, (rows, columns), size = ctx.needs_input_grad, ctx.shape, ctx.size
+        wants = ctx.needs_input_grad
         weight = None
         if wants[1]:
-            heads = columns // size
-            weight = weight_gradient(
-                gradient, x, ctx.adder, ctx.shape, lambda product: product.view(rows, heads, -1)[..., :size]
-            )
+            cut = partial(_cut_columns, size=ctx.heads[0], width=ctx.heads[1])
+            weight = weight_gradient(gradient, x, ctx.adder, cut, ctx.shape)
         bias = gradient.sum(0) if wants[2] else None
         return gradient @ filled if wants[0] else None, weight, bias, None, None
 
@@ -139,6 +137,11 @@ def _fill_rows(part: Tensor, size: int, width: int) -> Tensor:
     """A weight [heads * size, C] or bias [heads * size] -> [heads * width, ...], zeros behind each head."""
     heads = part.unflatten(0, (-1, size))
     return F.pad(heads, (0, 0) * (part.dim() - 1) + (0, width - size)).flatten(0, 1)
+
+
+def _cut_columns(filled: Tensor, size: int, width: int) -> Tensor:
+    """[n, heads * width] -> [n, heads, size]: the numbers of a weight that knows the first of each head."""
+    return filled.unflatten(1, (-1, width))[..., :size]
 
 
 def _cut_rows(filled: Tensor, size: int, width: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 ADD_PRODUCT = "add_gradient_product"
@@ -28,12 +29,12 @@ def weight_gradient(
     gradient: Tensor,
     x: Tensor,
     add: AddProduct | None,
-    shape: tuple[int, ...] | None = None,
     cut: Cut | None = None,
+    shape: torch.Size | None = None,
 ) -> Tensor | None:
     """``gradient.T @ x`` [width, C] of gradient [T, width] and x [T, C]; None where it was added to a sum.
 
-    shape: of the weight, where the product has padding besides, which ``cut`` takes away.
+    cut: takes padding away from the product, shape: of the weight; both or neither.
     """
     if add is not None:
         add(gradient.t(), x, cut)

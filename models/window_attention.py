@@ -1,24 +1,24 @@
 """Attention in short windows with its rotation, as one Triton kernel each way.
 
-The vision tower of Qwen2.5-VL attends in windows of 8 x 8 patches in most of its layers. Kernels for packed
-sequences walk tiles of 128 tokens, take the rotated queries and keys from memory and keep them. A window of
-at most ``LONGEST`` tokens is one tile: a program loads a head's rows once, turns them, and writes what it
-gave; its backward pass makes the scores again, so that only the projections' outputs are kept.
+The vision towers of Qwen2.5-VL and -Omni attend in windows of 8 x 8 patches in most of their layers;
+packings of small images alone are as short in those of Qwen2-VL and Qwen3-VL. Kernels for packed sequences
+walk tiles of 128 tokens, take the rotated queries and keys from memory and keep them. A window of at most
+``LONGEST`` tokens is one tile: a program loads a head's rows once, turns them, and writes what it gave; its
+backward pass makes the scores again, so that only the projections' outputs are kept.
 
 Shapes: T packed tokens, A heads, D head size, n windows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from models.fused import has_liger
 from models.masks import MaskSpec, Packing
 from omni_ds.plan.activations import SHORT_WINDOW
 
@@ -28,23 +28,18 @@ _WARPS = 4
 
 
 def can_attend(hidden: Tensor, packing: Packing, head_dim: int) -> bool:
-    """Whether :func:`window_attention` does a layer's attention: on a GPU, in half precision, with whole and
-    short windows."""
+    """Whether :func:`window_attention` does a layer's attention: on a GPU, in bf16, with whole and short
+    windows. Where Liger is not wanted, no other Triton kernel (and no C compiler for its launcher) is."""
     return (
         hidden.is_cuda
-        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and hidden.dtype == torch.bfloat16
         and packing.max_seqlen <= LONGEST
         and packing.mask == MaskSpec()
         and packing.ulysses is None
         and head_dim % 2 == 0
         and head_dim <= _LARGEST_HEAD
-        and _has_triton()
+        and has_liger()
     )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def window_attention(
@@ -54,8 +49,9 @@ def window_attention(
     halves in fp32.
 
     projected: queries, keys and values side by side [T, 3 * A * D], or one [T, A * D] each. cos, sin: [T, D]
-    fp32, the second half of each row as the first.
+    fp32, the second half of each row as the first. All contiguous.
     """
+    assert all(x.is_contiguous() for x in (*projected, cos, sin)), "rows would be read and written elsewhere"
     return _WindowAttention.apply(heads, cos, sin, packing.cu_seqlens, packing.max_seqlen, *projected)
 
 

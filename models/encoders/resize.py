@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from models.transfer import on_device
 
@@ -44,25 +46,40 @@ def resize_grids(
     table: Tensor, grids: Sequence[tuple[int, int]], *, mode: str = "bicubic", antialias: bool = False
 ) -> tuple[Tensor, ...]:
     """:func:`resize_grid` of one table to many grids in one product: grid by grid, the host takes longer to
-    ask for it than the device to do it.
-
-    What every place mixes of the table is a row of a matrix [sum of rows * columns, height * width] in fp32.
-    """
-    if not grids:
-        return ()
-    device, mixed = table.device, None
+    ask for it than the device to do it."""
+    if len(grids) < 2:
+        return tuple(resize_grid(table, grid, mode=mode, antialias=antialias) for grid in grids)
+    axes = []  # of rows and of columns: how each line of all grids mixes the table's, and each place's line
     for axis, native in enumerate(table.shape[:2]):
         sizes = [grid[axis] for grid in grids]
-        weights = torch.cat([_weights(native, size, mode, antialias) for size in sizes])
         starts = accumulate(sizes[:-1], initial=0)
-        at = torch.cat([_places(*grid)[axis] + start for grid, start in zip(grids, starts, strict=True)])
-        mine = on_device(weights, device).index_select(0, on_device(at, device))  # [places, native]
-        mixed = mine if mixed is None else (mixed.unsqueeze(2) * mine.unsqueeze(1)).flatten(1)
-    resized = (mixed @ table.float().flatten(0, 1)).to(table.dtype)
+        lines = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        others = [grid[1 - axis] for grid in grids]
+        places = [
+            each.repeat(other) if axis else each.repeat_interleave(other)
+            for each, other in zip(lines, others, strict=True)
+        ]
+        weights = torch.cat([_weights(native, size, mode, antialias) for size in sizes])
+        axes += [on_device(weights, table.device), on_device(torch.cat(places), table.device)]
+    resized = _Mixed.apply(table.float().flatten(0, 1), *axes).to(table.dtype)
     return resized.split([rows * columns for rows, columns in grids])
 
 
-@lru_cache(maxsize=1 << 10)
-def _places(rows: int, columns: int) -> Tensor:
-    """[2, rows * columns] int64: row and column of each place of a grid."""
-    return torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1)
+class _Mixed(torch.autograd.Function):
+    """Table [height * width, C] -> [places, C]. The matrix between, [places, height * width], is made again
+    in the backward pass: it is larger than what a layer keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, *axes: Tensor) -> Tensor:
+        ctx.save_for_backward(*axes)
+        return _mixing(*axes) @ table
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _mixing(*ctx.saved_tensors).t() @ gradient, None, None, None, None
+
+
+def _mixing(rows: Tensor, row_of: Tensor, columns: Tensor, column_of: Tensor) -> Tensor:
+    rows, columns = rows.index_select(0, row_of), columns.index_select(0, column_of)
+    return (rows.unsqueeze(2) * columns.unsqueeze(1)).flatten(1)

@@ -19,7 +19,8 @@ class Bf16Adapter:
     """bf16 weights with fp32 masters and accumulation (:class:`BF16_Optimizer`).
 
     Gradients join their sums without a copy. Where they do so at once (immediate_grad_update) and on a GPU,
-    those that models/weight_gradient.py hands over as products are made in fp32 where the sum is.
+    those that models/weight_gradient.py hands over as products are made in fp32 where the sum is; products
+    with padding are made beside it.
     """
 
     def __init__(self, optimizer: BF16_Optimizer):
@@ -61,13 +62,19 @@ class Bf16Adapter:
         total = self._sum(parameter, group, position)
         first = not self._optimizer.fp32_groups_has_gradients[group][position]
         self._optimizer.fp32_groups_has_gradients[group][position] = True
-        if cut is not None:  # aligned with its padding, a product is twice as quick as one into the sum
+        if cut is not None:  # with its padding it is aligned, and twice as quick as one into the sum
             part = cut(product(a, b))
             total = total.view(part.shape)
-            total.copy_(part) if first else total.add_(part)
+            if first:
+                total.copy_(part)
+            else:
+                total.add_(part)
             return
         total = total.view(a.shape[0], b.shape[1])
-        product(a, b, out=total) if first else add_product(total, a, b)
+        if first:
+            product(a, b, out=total)
+        else:
+            add_product(total, a, b)
 
     def _sum(self, parameter: Parameter, group: int, position: int) -> Tensor:
         parameter._hp_grad = self._optimizer.fp32_groups_gradients[group][position]

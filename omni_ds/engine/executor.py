@@ -289,7 +289,8 @@ class StepExecutor:
             self._windows.backward(action.index, gradients)
 
     def _norm(self, _: Action) -> None:
-        # Both are asked for before one is read, which waits for the device.
+        # Both are asked for before one is read, which waits for the device (encoders on the first stage only
+        # read theirs at once, to tell the others).
         squared = [self._llm.squared_norm(), self._encoders.squared_norm()]
         self._result.grad_norm = math.sqrt(sum(float(part) for part in squared))
 

@@ -28,8 +28,8 @@ from omni_ds.plan.llm_meta import LLMMeta
 ENOUGH = 8192  # encoder tokens of a window and rank that keep a device busy; on one stage it has no more
 _FILLED_BY_PROJECTIONS = ("siglip", "clip", "whisper")  # heads; padded weights are kept for it
 _FUSED_TOWERS = (*_FILLED_BY_PROJECTIONS, "qwen2_5_vl")
-# Queries, keys and values are one tensor, which lives as long as the values; the others are rotated copies.
 SHORT_WINDOW = 64  # tokens that one tile of models/window_attention.py holds
+# Queries, keys and values are one tensor, which lives as long as the values; the others are rotated copies.
 _JOINT_PROJECTION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LOGITS = 1 << 27  # numbers of a block of logits, 512 MiB in fp32: losses on shards; twice as many on one rank
 

@@ -78,6 +78,7 @@ def test_rotation_of_vision_towers(width: int, dtype: torch.dtype, bound: float)
     ("lengths", "width"), [((64, 16, 48, 1), 80), ((7, 12, 3), 20), ((64,) * 3, 128), ((1, 2), 64)]
 )
 def test_window_attention(lengths: tuple[int, ...], width: int, joint: bool) -> None:
+    pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
     heads, tokens = 3, sum(lengths)
     angles = (3 * torch.randn(tokens, width // 2)).repeat(1, 2)
