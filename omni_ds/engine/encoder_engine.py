@@ -236,7 +236,8 @@ class EncoderEngine:
             self.adapter.fill_missing(p for p in self.engine.module.parameters() if p.requires_grad)
             self._accumulation.close()  # with coalescing, this is where DeepSpeed reduces
             self._accumulation = None
-            if isinstance(self.engine.optimizer, BF16_Optimizer):
+            # Sums would be rounded to bf16 for sending, even to nobody.
+            if isinstance(self.engine.optimizer, BF16_Optimizer) and self.ranks.size > 1:
                 self.engine.set_gradient_accumulation_boundary(True)
                 self.engine.allreduce_gradients()
 

@@ -86,7 +86,10 @@ class OmniPipelineEngine(PipelineEngine):
 
     def reduce(self) -> None:
         self._fill_missing_gradients()
-        self._exec_reduce_grads()
+        alone = self.mpu.get_data_parallel_world_size() == 1
+        # In bf16, DeepSpeed rounds sums for sending, even to nobody; other optimizers get ready for a step.
+        if not (alone and isinstance(self.optimizer, BF16_Optimizer)):
+            self._exec_reduce_grads()
 
     def _fill_missing_gradients(self) -> None:
         """A replica may have had only empty micro-batches."""

@@ -120,6 +120,46 @@ def test_nothing_is_left_of_an_earlier_step() -> None:
     assert norm > 0 and len(after) > 2 and not any(after)
 
 
+def _sums_around_reduction(
+    config: str, overrides: tuple[str, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sums of gradients before and after what would add those of other ranks, of LLM and encoders."""
+    from omni_ds.config.load import load_config
+    from omni_ds.engine.launch import assemble
+    from omni_ds.engine.step_input import prepare
+
+    run = assemble(load_config(config, overrides))
+    runtime, sums = run.runtime, []
+
+    def watch(engine: Any, optimizer: Any) -> None:
+        reduce = engine.reduce
+
+        def watched() -> None:
+            engine.adapter.fill_missing(p for group in optimizer.bf16_groups for p in group)
+            for flat in optimizer.fp32_groups_gradients_flat:
+                flat.mul_(1 + 2.0**-12)  # what bf16 does not have
+            before = torch.cat(list(optimizer.fp32_groups_gradients_flat)).clone()
+            reduce()
+            sums.append((before, torch.cat(list(optimizer.fp32_groups_gradients_flat)).clone()))
+
+        engine.reduce = watched
+
+    watch(runtime.llm, runtime.llm.optimizer)
+    watch(runtime.encoders, runtime.encoders.engine.optimizer)
+    (batch,) = run.batches(0, 1)
+    runtime.executor.run(prepare(batch, runtime.rank, (), runtime.device))
+    return sums
+
+
+def test_sums_of_one_rank_stay_as_they_are() -> None:
+    """DeepSpeed rounds what it sends to bf16, also to nobody."""
+    (sums,) = run_ranks(_sums_around_reduction, 1, str(config_for("nothing")), ONE[1], timeout=120)
+    assert len(sums) == 2
+    for before, after in sums:
+        assert not torch.equal(before, before.bfloat16().float())
+        assert torch.equal(before, after)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("world", "overrides"), MORE)
 def test_more_bf16_layouts_agree(world: int, overrides: tuple[str, ...]) -> None:
