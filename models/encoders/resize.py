@@ -67,7 +67,7 @@ def resize_grids(
 
 class _Mixed(torch.autograd.Function):
     """Table [height * width, C] -> [places, C]. The matrix between, [places, height * width], is made again
-    in the backward pass: it is larger than what a layer keeps."""
+    in the backward pass: it is about as large as a layer's input."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, *axes: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, in
             padded += meta.hidden
         padded += 2 * meta.hidden * meta.model_type.startswith(_JOINT_PROJECTION)
     layers = meta.layers * (8 * meta.hidden + inner * meta.intermediate)
-    layers += padded * (meta.layers - (_window_layers(meta) if fused else 0))
+    layers += padded * (meta.layers - (_window_layers(meta) if fused and element == 2 else 0))
     tower = element * (layers + meta.stem_width) if meta.tower_trainable else 0
     row = (1 + meta.levels) * (meta.projector_in + 2 * meta.projector_hidden)
     rows = element * row if meta.trainable else 0
@@ -157,7 +157,7 @@ def encoder_bytes(meta: EncoderMeta, element: int, fused: bool) -> tuple[int, in
 
 def _window_layers(meta: EncoderMeta) -> int:
     """Whose attention is one kernel with its rotation (models/window_attention.py), which keeps the joint
-    projection alone."""
+    projection alone: in bf16 and with Liger, which predictions for GPUs take for installed."""
     side = getattr(meta, "window_side", 0) * meta.factor
     return meta.layers - meta.full_layers if 0 < side**2 <= SHORT_WINDOW else 0
 
