@@ -32,10 +32,12 @@ def _weights(q1, q2, k1, k2, keys, length, scale):
 
 
 @triton.jit
-def forward(
-    cu_seqlens, cos_of, sin_of, query, key, value, out, stride, out_stride,
-    scale, HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+def _window(
+    cu_seqlens, cos_of, sin_of, query, key, stride, out_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """Of this program's head and window: its tokens and how many are real, which numbers are, where the first
+    halves of its rows stand in the inputs and in the output, its angles, queries and keys."""
     window, head = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS) * 2 * HALF
     start = tl.load(cu_seqlens + window).to(tl.int64)
     length = tl.load(cu_seqlens + window + 1) - start
@@ -48,6 +50,17 @@ def forward(
     cos, sin = tl.load(cos_of + angles, mask=real, other=0.0), tl.load(sin_of + angles, mask=real, other=0.0)
     q1, q2 = _halves(query, at, real, HALF)
     k1, k2 = _halves(key, at, real, HALF)
+    return tokens, length, real, at, at_out, cos, sin, q1, q2, k1, k2
+
+
+@triton.jit
+def forward(
+    cu_seqlens, cos_of, sin_of, query, key, value, out, stride, out_stride,
+    scale, HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tokens, length, real, at, at_out, cos, sin, q1, q2, k1, k2 = _window(
+        cu_seqlens, cos_of, sin_of, query, key, stride, out_stride, HEADS, HALF, COLUMNS, TOKENS
+    )
     v1, v2 = _halves(value, at, real, HALF)
     q1, q2 = _turned(q1, q2, cos, sin)
     k1, k2 = _turned(k1, k2, cos, sin)
@@ -61,18 +74,9 @@ def backward(
     cu_seqlens, cos_of, sin_of, query, key, value, gradient, d_query, d_key, d_value, stride, out_stride,
     scale, HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    window, head = tl.program_id(0) // HEADS, (tl.program_id(0) % HEADS) * 2 * HALF
-    start = tl.load(cu_seqlens + window).to(tl.int64)
-    length = tl.load(cu_seqlens + window + 1) - start
-    tokens, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
-    real = (tokens < length)[:, None] & (columns < HALF)[None, :]
-    rows = (start + tokens)[:, None]
-    angles = rows * 2 * HALF + columns[None, :]
-    at, at_out = rows * stride + head + columns[None, :], rows * out_stride + head + columns[None, :]
-
-    cos, sin = tl.load(cos_of + angles, mask=real, other=0.0), tl.load(sin_of + angles, mask=real, other=0.0)
-    q1, q2 = _halves(query, at, real, HALF)
-    k1, k2 = _halves(key, at, real, HALF)
+    tokens, length, real, at, at_out, cos, sin, q1, q2, k1, k2 = _window(
+        cu_seqlens, cos_of, sin_of, query, key, stride, out_stride, HEADS, HALF, COLUMNS, TOKENS
+    )
     q1, q2 = _turned(q1, q2, cos, sin)
     k1, k2 = _turned(k1, k2, cos, sin)
     weights = _weights(q1, q2, k1, k2, tokens, length, scale)
