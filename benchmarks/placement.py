@@ -111,7 +111,7 @@ def step_input(plan, step, rank: int):
     """Random tokens, targets and pixels, the same for a sample wherever it goes."""
     import torch
 
-    from omni_ds.engine.executor import StepInput
+    from omni_ds.engine.step import StepInput
 
     def generator(*key: int) -> torch.Generator:
         return torch.Generator().manual_seed(hash(key) % 2**31)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.linears import are_plain
-from models.weight_gradient import adder, weight_gradient
+from models.weight_gradient import adder, bias_gradient, weight_gradient
 
 ALIGNMENT = 8  # numbers of two bytes; Hopper's copy engine takes rows of a multiple of 16 bytes
 
@@ -78,7 +78,7 @@ class _GatedMLP(torch.autograd.Function):
             for d, want, add in zip((d_gate, d_up), (wants[1], wants[3]), ctx.adders[:2], strict=True)
         ]
         biases = [
-            d.sum(0)[: d.shape[1] if d is gradient else width] if has and want else None
+            bias_gradient(d)[: d.shape[1] if d is gradient else width] if has and want else None
             for d, has, want in zip(
                 (d_gate, d_up, gradient), ctx.biases, (wants[2], wants[4], wants[6]), strict=True
             )

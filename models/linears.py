@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.weight_gradient import adder, weight_gradient
+from models.weight_gradient import adder, bias_gradient, weight_gradient
 
 
 def are_plain(linears: Sequence[nn.Module]) -> bool:
@@ -107,7 +107,7 @@ class _Projections(torch.autograd.Function):
             if wants[2 + 2 * number]:
                 weight = weight_gradient(gradient, x, ctx.adders[number], cut, ctx.shapes[number])
             if wants[3 + 2 * number]:
-                bias = gradient.sum(0) if cut is None else cut(gradient.sum(0)).flatten()
+                bias = bias_gradient(gradient) if cut is None else cut(bias_gradient(gradient)).flatten()
             parts += [weight, bias]
         return total, None, *parts
 
@@ -129,7 +129,7 @@ class _LinearOfHeads(torch.autograd.Function):
         if wants[1]:
             cut = partial(_cut_columns, size=ctx.heads[0], width=ctx.heads[1])
             weight = weight_gradient(gradient, x, ctx.adder, cut, ctx.shape)
-        bias = gradient.sum(0) if wants[2] else None
+        bias = bias_gradient(gradient) if wants[2] else None
         return gradient @ filled if wants[0] else None, weight, bias, None, None
 
 
@@ -174,8 +174,8 @@ class _MLP(torch.autograd.Function):
             between = between.detach().requires_grad_()
             active = ctx.activation(between)
         second = weight_gradient(gradient, active.detach(), ctx.adders[1]) if wants[4] else None
-        second_bias = gradient.sum(0) if wants[5] else None
+        second_bias = bias_gradient(gradient) if wants[5] else None
         (inner,) = torch.autograd.grad(active, between, gradient @ second_weight)
         first = weight_gradient(inner, x, ctx.adders[0]) if wants[1] else None
-        first_bias = inner.sum(0) if wants[2] else None
+        first_bias = bias_gradient(inner) if wants[2] else None
         return inner @ first_weight if wants[0] else None, first, first_bias, None, second, second_bias

@@ -1,4 +1,4 @@
-"""Gradients of linear weights that go into their sums without being a tensor of their own.
+"""Gradients of a linear's weight, which can go into its sum without being a tensor of its own, and bias.
 
 An optimizer that keeps fp32 sums of gradients gives its weights the attribute ``add_gradient_product``: a
 function of two matrices that adds their product to the weight's sum. A linear's backward pass then hands it
@@ -41,3 +41,11 @@ def weight_gradient(
         return None
     product = gradient.t() @ x
     return product if cut is None else cut(product).reshape(shape)
+
+
+def bias_gradient(gradient: Tensor) -> Tensor:
+    """Sum of the rows of gradient [T, width]: [width]."""
+    if not gradient.is_cuda:
+        return gradient.sum(0)
+    # Up to twice as quick as torch's sum over the slow dimension, and summed in fp32 like it.
+    return (gradient.new_ones(1, len(gradient)) @ gradient).squeeze(0)

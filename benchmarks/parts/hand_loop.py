@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.parts.masters import MasterAdamW
 from benchmarks.parts.release import release
-from omni_ds.engine.executor import StepInput
 from omni_ds.engine.runtime import Runtime
+from omni_ds.engine.step import StepInput
 
 
 class HandLoop:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.loader import work_of
 from models.packed import PackedBatch
-from omni_ds.engine.executor import StepInput
+from omni_ds.engine.step import StepInput
 from omni_ds.engine.step_input import local_batch
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.build import Plan, StepPlan

@@ -14,7 +14,8 @@ from models.packed import PackedBatch
 from omni_ds.emulate.engines import EmulatedEncoders, EmulatedLLM
 from omni_ds.emulate.fork import run_ranks
 from omni_ds.engine import environment
-from omni_ds.engine.executor import StepExecutor, StepInput
+from omni_ds.engine.executor import StepExecutor
+from omni_ds.engine.step import StepInput
 from omni_ds.engine.step_input import local_batch
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.parallel.layer_groups import create_gangs

@@ -3,7 +3,6 @@ go."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,14 +10,12 @@ from torch.distributed import ProcessGroup
 
 from models.encoders import ItemSlice
 from omni_ds.engine.encoder_engine import EncoderEngine
+from omni_ds.engine.step import StepInput
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.feature_reshard import FeatureReshard
 from omni_ds.plan.build import Plan
 from omni_ds.plan.reshard import Share
 from omni_ds.plan.sample import Item
-
-if TYPE_CHECKING:
-    from omni_ds.engine.executor import StepInput
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.packed import PackedBatch
-from omni_ds.engine.executor import StepExecutor, StepInput
+from omni_ds.engine.executor import StepExecutor
 from omni_ds.engine.llm_engine import sum_over_ranks
 from omni_ds.engine.loss import TargetScores
+from omni_ds.engine.step import StepInput
 from omni_ds.plan.build import Plan
 
 _COLUMNS = ("loss", "target_tokens", "exact", "samples")

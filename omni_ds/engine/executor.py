@@ -10,69 +10,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.packed import PackedBatch
 from omni_ds.engine.encoder_engine import EncoderEngine
 from omni_ds.engine.encoder_windows import EncoderWindows
 from omni_ds.engine.llm_engine import sum_over_ranks
-from omni_ds.engine.loss import TargetScores, target_scores
+from omni_ds.engine.loss import target_scores
 from omni_ds.engine.protocol import LLMEngine
 from omni_ds.engine.reduction_clock import ReductionClock
+from omni_ds.engine.step import StepInput, StepResult
 from omni_ds.parallel.channel import Channel
 from omni_ds.parallel.groups import ProcessGroups
 from omni_ds.plan.actions import Action, Kind
-from omni_ds.plan.build import Plan, StepPlan
-
-
-@dataclass
-class StepInput:
-    """What a rank holds of one global batch.
-
-    Attributes:
-        plan: the step plan.
-        batches: micro-batch -> packed tensors on the device.
-        media: window -> encoder -> media of this rank's share, in share order.
-        long_media: window -> what this rank's slices need of their media, in the order of its work.
-        target_tokens, tokens: of the global batch, failed samples left out.
-        measure: take the time of every compute action (on a GPU this waits for the device around each).
-    """
-
-    plan: StepPlan
-    batches: Mapping[int, PackedBatch]
-    media: Mapping[int, Mapping[str, Sequence[Tensor]]]
-    target_tokens: int
-    tokens: int
-    measure: bool = False
-    long_media: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-
-
-@dataclass
-class StepResult:
-    """``loss``: mean over the ``target_tokens`` of the global batch, failed samples left out of both;
-    ``grad_norm``: joint, before clipping; ``skipped``: the gradients were not finite and no weight changed;
-    ``auxiliary_loss``: router losses, already weighted, not part of ``loss``;
-    ``scores``: evaluation only, micro-batch -> scores of its targets (last stage); ``times``: (action,
-    start ns, end ns), where a compute action of a measured step starts when its messages are there;
-    ``bytes_sent``: by this rank; ``feature_bytes``: of features and their gradients, by all ranks;
-    ``compute``: (compute action, ns without waiting), of measured steps; ``reduce_seconds``: this rank in
-    TIED, REDUCE and ER, None on a GPU in a step that is not measured."""
-
-    loss: float
-    target_tokens: int
-    auxiliary_loss: float = 0.0
-    grad_norm: float = 0.0
-    skipped: bool = False
-    scores: dict[int, TargetScores] = field(default_factory=dict)
-    times: list[tuple[Action, int, int]] = field(default_factory=list)
-    compute: list[tuple[Action, int]] = field(default_factory=list)
-    bytes_sent: int = 0
-    feature_bytes: int = 0
-    reduce_seconds: float | None = None
+from omni_ds.plan.build import Plan
 
 
 @dataclass

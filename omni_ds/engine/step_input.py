@@ -7,7 +7,7 @@ import torch
 
 from data.loader import PackedNumpy, StepBatch
 from models.packed import PackedBatch, pad, shard
-from omni_ds.engine.executor import StepInput
+from omni_ds.engine.step import StepInput
 from omni_ds.plan.batch import MicroBatch
 from omni_ds.plan.mesh import Coords
 from omni_ds.plan.shards import even_bounds

@@ -12,9 +12,9 @@ from omni_ds.checkpoint import state
 from omni_ds.checkpoint.layout import read_index, write_atomically
 from omni_ds.config import Config
 from omni_ds.engine.evaluate import evaluate, flatten
-from omni_ds.engine.executor import StepResult
 from omni_ds.engine.metrics import Reporter, peak_memory_bytes
 from omni_ds.engine.runtime import Runtime
+from omni_ds.engine.step import StepResult
 from omni_ds.engine.step_input import prepare
 from omni_ds.engine.timing import Timing
 from omni_ds.engine.trace import Tracer
