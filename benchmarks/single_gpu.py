@@ -97,6 +97,7 @@ def build(model: str, budget: int, options: argparse.Namespace):
 
 def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> tuple[dict, list]:
     """A row of the table, and the samples."""
+    from benchmarks.parts import device_time
     from benchmarks.parts.release import release
     from benchmarks.parts.workloads import model_flops, now
 
@@ -111,8 +112,9 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
         seconds.append(now(device) - start)
     timed = seconds[options.warm_up :]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    profile = []
     if options.profile:
-        profile(runtime, step)
+        profile = device_time.profile(lambda: runtime.executor.run(step), lambda: now(device))
     by_hand = loop_seconds(runtime, step, options) if options.loop else None
     middle = statistics.median(timed)
     tokens = step.plan.tokens
@@ -129,6 +131,7 @@ def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float
         "mfu": model_flops(plan, samples) / middle / ceiling,
         "peak_gib": peak,
         "over_loop": None if by_hand is None else middle / by_hand,
+        "profile": profile,
         "losses": losses,
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -173,22 +176,6 @@ def measure_stock(variant: str, budget: int, samples, options: argparse.Namespac
     }
 
 
-def profile(runtime, step) -> None:
-    """Device time of one step by kernel, the dearest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from benchmarks.parts.workloads import now
-
-    activities = [ProfilerActivity.CPU]
-    if runtime.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        runtime.executor.run(step)
-        now(runtime.device)
-    by = "self_device_time_total" if runtime.device.type == "cuda" else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=70))
-
-
 def clear() -> None:
     """Give back the memory of a model that is gone."""
     gc.collect()
@@ -212,12 +199,13 @@ def main() -> None:
     )
     parser.add_argument("--attention", help="only these back ends (models/attention.py), with commas")
     parser.add_argument("--layers", type=int, default=0, help="of each part of a composed model, at most")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="also where the GPU's time goes")
     parser.add_argument("--loop", action="store_true", help="also the same modules in a loop by hand")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
     environment.start_distributed()
+    from benchmarks.parts import device_time
     from benchmarks.parts.workloads import matmul_rate
     from models import attention
     from omni_ds.engine.pipeline_module import stage_device
@@ -241,6 +229,8 @@ def main() -> None:
                 + ("" if row["over_loop"] is None else f"   {row['over_loop']:.3f} x the loop by hand"),
                 flush=True,
             )
+            if row["profile"]:
+                print(device_time.table(row["profile"]), flush=True)
             clear()
             for variant in filter(None, options.stock.split(",")):
                 try:
