@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 # The first that is found in a kernel's name; names of CUDA's libraries, torch, Triton and flash-attn.
@@ -52,7 +52,7 @@ def device_time(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
     return [*sorted(rows, key=lambda row: -row[1]), ("nothing", gaps / 1e3, 0)]
 
 
-def profile(run, sync) -> list[tuple[str, float, int]]:
+def profile(run: Callable[[], object], sync: Callable[[], object]) -> list[tuple[str, float, int]]:
     """:func:`device_time` of ``run()`` on a GPU; ``sync`` waits for the device. Empty without one."""
     import torch
     from torch.autograd import DeviceType
