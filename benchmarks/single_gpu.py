@@ -231,6 +231,8 @@ def main() -> None:
             )
             if row["profile"]:
                 print(device_time.table(row["profile"]), flush=True)
+            elif options.profile:
+                print("no GPU, so no profile", flush=True)
             clear()
             for variant in filter(None, options.stock.split(",")):
                 try:
