@@ -232,7 +232,7 @@ def main() -> None:
             if row["profile"]:
                 print(device_time.table(row["profile"]), flush=True)
             elif options.profile:
-                print("no GPU, so no profile", flush=True)
+                print("no kernels on a GPU, so no profile", flush=True)
             clear()
             for variant in filter(None, options.stock.split(",")):
                 try:

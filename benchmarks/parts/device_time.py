@@ -37,7 +37,8 @@ def kind_of(name: str) -> str:
 
 
 def device_time(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
-    """(kind, milliseconds, kernels), the dearest first; last the time without any: ("nothing", ms, 0)."""
+    """(kind, milliseconds, kernels), the dearest first; last the time between kernels without any: ("nothing",
+    ms, 0). Empty without kernels."""
     time, count = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
     gaps, end = 0.0, None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -49,7 +50,7 @@ def device_time(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
         count[kind] += 1
         end = max(since, kernel.end)
     rows = [(kind, time[kind] / 1e3, count[kind]) for kind in KINDS if count[kind]]
-    return [*sorted(rows, key=lambda row: -row[1]), ("nothing", gaps / 1e3, 0)]
+    return [*sorted(rows, key=lambda row: -row[1]), ("nothing", gaps / 1e3, 0)] if rows else []
 
 
 def profile(run: Callable[[], object], sync: Callable[[], object]) -> list[tuple[str, float, int]]:

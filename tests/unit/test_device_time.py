@@ -44,4 +44,5 @@ def test_all_time_is_told_once() -> None:
         ("copies and fills", 1.0, 2),
         ("nothing", 2.0, 0),
     ]
+    assert device_time([]) == []
     assert "50.0%" in table(rows) and table(rows).endswith("8.0 ms")
