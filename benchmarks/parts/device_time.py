@@ -37,8 +37,10 @@ def kind_of(name: str) -> str:
 
 
 def device_time(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
-    """(kind, milliseconds, kernels), the dearest first; last the time between kernels without any: ("nothing",
-    ms, 0). Empty without kernels."""
+    """(kind, milliseconds, kernels), the dearest first, last the time between kernels: ("nothing", ms, 0).
+
+    Empty without kernels.
+    """
     time, count = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
     gaps, end = 0.0, None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
