@@ -1,7 +1,8 @@
 """How fast one GPU trains: our engine on packed, varying samples, and where the time goes.
 
     python benchmarks/single_gpu.py [--model composed,moe,frozen] [--budget 8192,16384] [--steps N]
-        [--recompute encoders] [--stock stock,padded,packed] [--loop] [--profile] [--json PATH]
+        [--recompute encoders] [--loop] [--profile] [--json PATH]
+    python benchmarks/single_gpu.py --model qwen [--stock stock,padded,packed] [--longest --budget 32768] [...]
 
 Samples are drawn from seeds: text log-normal(5.5, 0.8) tokens between 32 and 2048, most with one image of
 varying size or one recording of up to 30 s; weights are fresh, media are noise that is already on the device:
@@ -26,8 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from anyw
 
 import torch
 
+from benchmarks.parts import device_time
 from benchmarks.parts.single_gpu_models import SAMPLES, configuration, qwen_folder
 from omni_ds.engine import environment
+from omni_ds.errors import UserError
+
+LONGEST = 32768  # text tokens of the longest single sample
 
 
 def draw_samples(plan, seed: int = 0, qwen: bool = False, tiny: bool = False):
@@ -66,7 +71,7 @@ def longest_samples(plan):
     shape = (128 * meta.patch, 128 * meta.patch)
     segments, rows = meta.measure(shape)
     image = Item(0, 0, meta.name, shape, segments, rows, ((8, rows),))
-    return [SampleMeta(0, 64 + rows, 63, (image,)), SampleMeta(1, 32768, 32767, ())]
+    return [SampleMeta(0, 64 + rows, 63, (image,)), SampleMeta(1, LONGEST, LONGEST - 1, ())]
 
 
 def build(model: str, budget: int, options: argparse.Namespace):
@@ -97,7 +102,6 @@ def build(model: str, budget: int, options: argparse.Namespace):
 
 def measure(model: str, budget: int, options: argparse.Namespace, ceiling: float) -> tuple[dict, list]:
     """A row of the table, and the samples."""
-    from benchmarks.parts import device_time
     from benchmarks.parts.release import release
     from benchmarks.parts.workloads import model_flops, now
 
@@ -176,6 +180,24 @@ def measure_stock(variant: str, budget: int, samples, options: argparse.Namespac
     }
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """One message and an end where options name what there is not."""
+    from models.attention import BACKENDS
+
+    for name, known in (
+        ("model", ("composed", "moe", "frozen", "qwen")),
+        ("stock", ("stock", "padded", "packed")),
+        ("attention", [backend.name for backend in BACKENDS]),
+    ):
+        unknown = set(filter(None, (getattr(options, name) or "").split(","))) - set(known)
+        if unknown:
+            parser.error(f"--{name}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if (options.stock or options.longest) and options.model != "qwen":
+        parser.error("--stock and --longest go with --model qwen alone")
+    if options.longest and min(map(int, options.budget.split(","))) < LONGEST:
+        parser.error(f"--longest needs a --budget of at least {LONGEST}")
+
+
 def clear() -> None:
     """Give back the memory of a model that is gone."""
     gc.collect()
@@ -204,8 +226,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, to try the script")
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()
+    check(parser, options)
     environment.start_distributed()
-    from benchmarks.parts import device_time
     from benchmarks.parts.workloads import matmul_rate
     from models import attention
     from omni_ds.engine.pipeline_module import stage_device
@@ -253,4 +275,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

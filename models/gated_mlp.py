@@ -55,7 +55,6 @@ class _GatedMLP(torch.autograd.Function):
         up = F.linear(x, _tall(up_weight), _tall(up_bias))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         ctx.adders = tuple(adder(weight) for weight in (gate_weight, up_weight, down_weight))
-        ctx.biases = tuple(bias is not None for bias in (gate_bias, up_bias, down_bias))
         return F.linear(_product(gate, up), _wide(down_weight), down_bias)
 
     @staticmethod
@@ -77,13 +76,11 @@ class _GatedMLP(torch.autograd.Function):
             weight_gradient(d, x, add, tall, gate_weight.shape) if want else None
             for d, want, add in zip((d_gate, d_up), (wants[1], wants[3]), ctx.adders[:2], strict=True)
         ]
-        biases = [
-            bias_gradient(d)[: d.shape[1] if d is gradient else width] if has and want else None
-            for d, has, want in zip(
-                (d_gate, d_up, gradient), ctx.biases, (wants[2], wants[4], wants[6]), strict=True
-            )
-        ]
-        return d_x, weights[0], biases[0], weights[1], biases[1], down, biases[2]
+        gate_bias, up_bias = (
+            bias_gradient(d)[:width] if want else None for d, want in ((d_gate, wants[2]), (d_up, wants[4]))
+        )
+        down_bias = bias_gradient(gradient) if wants[6] else None
+        return d_x, weights[0], gate_bias, weights[1], up_bias, down, down_bias
 
 
 def _missing(width: int) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models.fused import rotated
 from models.gated_mlp import gated_mlp
 from models.masks import Packing
+from models.weight_gradient import bias_gradient
 from models.window_attention import can_attend, window_attention
 from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
 from tests.unit.test_gated_mlp import MLP
@@ -24,6 +25,7 @@ DTYPES = pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (t
 
 def close(got: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
     for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape
         assert (ours.float().cpu() - theirs).norm() <= bound * theirs.norm()
 
 
@@ -104,3 +106,11 @@ def test_window_attention(lengths: tuple[int, ...], width: int, joint: bool) -> 
     out = window_attention(ours, heads, cos.cuda(), sin.cuda(), packing)
     out.backward(other.to("cuda", torch.bfloat16))
     close([out.detach(), *(x.grad for x in ours)], [expected.detach(), *(x.grad for x in parts)], 1e-2)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(50_000, 1153), (50_000, 64), (1, 8), (0, 16)])
+def test_sums_of_rows(shape: tuple[int, int], dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    gradient = (3 * torch.randn(shape)).bfloat16().float()
+    close([bias_gradient(gradient.to("cuda", dtype))], [gradient.double().sum(0)], bound / 5)

@@ -57,8 +57,9 @@ def test_gated_mlp(inner: int) -> None:
         assert (got - expected).norm() <= 2e-2 * expected.norm()
 
 
-def test_heads_filled_up() -> None:
+def test_heads_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """SigLIP's heads of 72 numbers: its weights know fewer numbers of a head than the products do."""
+    monkeypatch.setattr(fused, "kernel_head_dim", lambda *_: 96)
     torch.manual_seed(0)
     config = AutoConfig.for_model("siglip_vision_model", hidden_size=144, num_attention_heads=2)
     config._attn_implementation = ATTENTION_NAME
@@ -79,4 +80,7 @@ def test_heads_filled_up() -> None:
         assert weight.grad is None
         expected = plain.get_parameter(name).grad
         got = adapter.gradient(weight).view(expected.shape).cpu()
+        assert (got - expected).norm() <= 2e-2 * expected.norm()
+    for name in ("q_proj", "v_proj", "out_proj"):  # that of k_proj is zero
+        got, expected = (module.get_submodule(name).bias.grad.float().cpu() for module in (ours, plain))
         assert (got - expected).norm() <= 2e-2 * expected.norm()
