@@ -2,7 +2,8 @@
 
     python benchmarks/single_gpu.py [--model composed,moe,frozen] [--budget 8192,16384] [--steps N]
         [--recompute encoders] [--loop] [--profile] [--json PATH]
-    python benchmarks/single_gpu.py --model qwen [--stock stock,padded,packed] [--longest --budget 32768] [...]
+    python benchmarks/single_gpu.py --model qwen [--stock stock,padded,packed] [...]
+    python benchmarks/single_gpu.py --model qwen --longest --budget 32768 --recompute all [...]
 
 Samples are drawn from seeds: text log-normal(5.5, 0.8) tokens between 32 and 2048, most with one image of
 varying size or one recording of up to 30 s; weights are fresh, media are noise that is already on the device:
