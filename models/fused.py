@@ -1,16 +1,16 @@
 """Quicker forwards of HF's layers, on CUDA: fewer passes over the activations, and fewer of them kept.
 
-Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; torch's and
-Liger's are one each, the latter where it is installed. Projections and MLPs keep less (models/linears.py).
+Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; ours
+(models/norms.py) and Liger's are one each, where Liger is installed. Projections and MLPs keep less
+(models/linears.py).
 Modules are changed one by one, as instances; HF's classes stay as they are, and on a CPU so does what the
 instances do.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,13 +20,10 @@ from torch import Tensor, nn
 
 from models.attention import kernel_head_dim, omni_attention, packing_of
 from models.gated_mlp import can_fuse, gated_mlp
+from models.liger import has_liger
 from models.linears import are_plain, linear_of_heads, mlp, project, project_heads
+from models.norms import can_norm, norm
 from models.weight_gradient import adder
-
-
-@cache
-def has_liger() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
 def fuse(module: nn.Module) -> None:
@@ -42,6 +39,29 @@ def fuse(module: nn.Module) -> None:
 
 _TOWER_ATTENTIONS = {"SiglipAttention", "Siglip2Attention", "CLIPAttention", "WhisperAttention"}
 _TOWER_MLPS = {"SiglipMLP", "Siglip2MLP", "CLIPMLP"}
+# Layers that are hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)): what they call these.
+_RESIDUAL_LAYERS = {
+    **dict.fromkeys(
+        ("SiglipEncoderLayer", "Siglip2EncoderLayer", "CLIPEncoderLayer"),
+        ("layer_norm1", "self_attn", "layer_norm2", "mlp"),
+    ),
+    **dict.fromkeys(
+        ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"),
+        ("norm1", "attn", "norm2", "mlp"),
+    ),
+    **dict.fromkeys(
+        (
+            "LlamaDecoderLayer",
+            "Qwen2DecoderLayer",
+            "Qwen2VLDecoderLayer",
+            "Qwen2_5_VLDecoderLayer",
+            "Qwen3DecoderLayer",
+            "Qwen3MoeDecoderLayer",
+            "Qwen3VLTextDecoderLayer",
+        ),
+        ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    ),
+}
 
 
 def _forward_of(module: nn.Module) -> Any:
@@ -52,8 +72,10 @@ def _forward_of(module: nn.Module) -> Any:
         return _tower_mlp
     if name == "WhisperEncoderLayer":
         return _whisper_layer
-    if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        return _rms_norm
+    if name in _RESIDUAL_LAYERS:
+        return _residual_layer
+    if type(module) is nn.LayerNorm or (name.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+        return _norm
     if type(module) is nn.Linear:
         return _linear
     if not has_liger():
@@ -83,11 +105,28 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
 
 
-def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _norm(self: nn.Module, hidden_states: Tensor, passes: bool = False) -> Any:
+    """Of LayerNorm and RMSNorm. passes: also hidden_states, for what else they go to (models/norms.py)."""
+    centred = isinstance(self, nn.LayerNorm)
+    if can_norm(hidden_states, self.weight):
+        eps, bias = (self.eps, self.bias) if centred else (self.variance_epsilon, None)
+        return norm(hidden_states, self.weight, bias, eps, centred, passes)
+    if centred or not _on_gpu(hidden_states):
+        out = type(self).forward(self, hidden_states)
+    else:
+        out = F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+    return (out, hidden_states) if passes else out
+
+
+def _residual_layer(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not _on_gpu(hidden_states):
-        return type(self).forward(self, hidden_states)
-    # torch's own kernel: Liger's backward pass keeps the host for half a millisecond a call.
-    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    first, attention, second, mlp = (getattr(self, name) for name in _RESIDUAL_LAYERS[type(self).__name__])
+    normed, hidden = first(hidden_states, passes=True)
+    attended = attention(normed, *args, **kwargs)
+    attended = attended[0] if isinstance(attended, tuple) else attended
+    normed, hidden = second(hidden + attended, passes=True)
+    return hidden + mlp(normed)
 
 
 def _linear(self: nn.Module, x: Tensor) -> Tensor:
@@ -172,7 +211,7 @@ def _whisper_layer(self: nn.Module, hidden_states: Tensor, attention_mask: Any, 
     """Without the dropouts, which a tower is built without."""
     if not _on_gpu(hidden_states) or not are_plain((self.fc1, self.fc2)):
         return type(self).forward(self, hidden_states, attention_mask, **kwargs)
-    attended, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask)
-    hidden_states = hidden_states + attended
-    between = self.final_layer_norm(hidden_states)
-    return hidden_states + mlp(between, self.fc1, self.activation_fn, self.fc2)
+    normed, hidden = self.self_attn_layer_norm(hidden_states, passes=True)
+    attended, _ = self.self_attn(normed, attention_mask=attention_mask)
+    normed, hidden = self.final_layer_norm(hidden + attended, passes=True)
+    return hidden + mlp(normed, self.fc1, self.activation_fn, self.fc2)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.activation_gradients import gated_backward
 from models.linears import are_plain
 from models.weight_gradient import adder, bias_gradient, weight_gradient
 
@@ -65,10 +66,13 @@ class _GatedMLP(torch.autograd.Function):
         tall, wide = None, None
         if _missing(width):
             tall, wide = lambda product: product[:width], lambda product: product[:, :width]
+        product, d_gate, d_up, gate_bias, up_bias = gated_backward(
+            gate, up, gradient @ _wide(down_weight), sums=wants[2] or wants[4]
+        )
         down = None
         if wants[5]:
-            down = weight_gradient(gradient, _product(gate, up), ctx.adders[2], wide, down_weight.shape)
-        d_gate, d_up = _product_gradients(gate, up, gradient @ _wide(down_weight))
+            down = weight_gradient(gradient, product, ctx.adders[2], wide, down_weight.shape)
+        del product
         d_x = None
         if wants[0]:
             d_x = torch.addmm(d_up @ _tall(up_weight), d_gate, _tall(gate_weight))
@@ -77,7 +81,7 @@ class _GatedMLP(torch.autograd.Function):
             for d, want, add in zip((d_gate, d_up), (wants[1], wants[3]), ctx.adders[:2], strict=True)
         ]
         gate_bias, up_bias = (
-            bias_gradient(d)[:width] if want else None for d, want in ((d_gate, wants[2]), (d_up, wants[4]))
+            bias[:width] if want else None for bias, want in ((gate_bias, wants[2]), (up_bias, wants[4]))
         )
         down_bias = bias_gradient(gradient) if wants[6] else None
         return d_x, weights[0], gate_bias, weights[1], up_bias, down, down_bias
@@ -106,13 +110,3 @@ def _product(gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import swiglu_forward
 
     return swiglu_forward(gate, up)[2]
-
-
-def _product_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Of gate and up. Liger's kernel writes them where gate and up were; their graph is not walked twice."""
-    if gate.is_cuda:
-        from liger_kernel.ops.swiglu import swiglu_backward
-
-        return swiglu_backward(gate, up, gradient)
-    sigmoid = gate.sigmoid()
-    return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid

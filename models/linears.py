@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.activation_gradients import activation_backward
 from models.weight_gradient import adder, bias_gradient, weight_gradient
 
 
@@ -170,12 +171,11 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, between, first_weight, second_weight = ctx.saved_tensors
         wants = ctx.needs_input_grad
-        with torch.enable_grad():
-            between = between.detach().requires_grad_()
-            active = ctx.activation(between)
-        second = weight_gradient(gradient, active.detach(), ctx.adders[1]) if wants[4] else None
+        active, inner, first_bias = activation_backward(
+            ctx.activation, between, gradient @ second_weight, sums=wants[2]
+        )
+        second = weight_gradient(gradient, active, ctx.adders[1]) if wants[4] else None
         second_bias = bias_gradient(gradient) if wants[5] else None
-        (inner,) = torch.autograd.grad(active, between, gradient @ second_weight)
+        del active
         first = weight_gradient(inner, x, ctx.adders[0]) if wants[1] else None
-        first_bias = bias_gradient(inner) if wants[2] else None
         return inner @ first_weight if wants[0] else None, first, first_bias, None, second, second_bias

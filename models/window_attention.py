@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.fused import has_liger
+from models.liger import has_liger
 from models.masks import MaskSpec, Packing
 from omni_ds.plan.activations import SHORT_WINDOW
 

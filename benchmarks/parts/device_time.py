@@ -10,8 +10,8 @@ from typing import NamedTuple
 KINDS = {
     "attention": r"flash|fmha|varlen|^(forward|backward)$",
     "matrix products": r"nvjet|gemm|gemv|cutlass|splitk|cublas|grouped_mm",
-    "norms": r"layer_?norm|rms_?norm|gammabeta",
-    "gated products, GELU": r"swiglu|silu|gelu",
+    "norms": r"^norm_|layer_?norm|rms_?norm|gammabeta",
+    "gated products, GELU": r"swiglu|silu|gelu|^gated_",
     "rotation": r"rope|rotary",
     "cross-entropy": r"softmax|maxnan|scatter_gather|scatter_add",
     "AdamW": r"fusedoptimizer|fusedadam",

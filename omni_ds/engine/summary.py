@@ -6,7 +6,7 @@ from torch import nn
 
 from data.index import IndexedDataset
 from models.attention import describe_backend
-from models.fused import has_liger
+from models.liger import has_liger
 from omni_ds.composition import Composition
 from omni_ds.config import Config
 from omni_ds.engine.optimizers import part_lr

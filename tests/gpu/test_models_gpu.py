@@ -20,8 +20,9 @@ from models.attention import (
     select_backend,
 )
 from models.encoders import build_encoder, qwen_vision
-from models.fused import fuse, has_liger
+from models.fused import fuse
 from models.init import init_module
+from models.liger import has_liger
 from models.llm import build_llm_layers
 from models.masks import MaskSpec, Packing
 from models.packed import StageState

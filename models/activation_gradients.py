@@ -1,0 +1,93 @@
+"""Backward passes of what stands between the linears of an MLP, each as one kernel on CUDA.
+
+What an activation gave is made again there, for the gradient of the linear behind it. Apart, that is a pass
+to make it, one for the activation's gradient and one for the sum of that gradient's rows (a bias's gradient),
+and each takes as long as its bytes: one kernel reads and writes everything once.
+
+Shapes: T tokens, I numbers between the linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.liger import has_liger
+from models.weight_gradient import bias_gradient
+
+# A program's tile and, where columns are summed, how many of them below each other; measured on an H200.
+_ROWS, _COLUMNS, _STEPS = 32, 128, 4
+
+
+def activation_backward(
+    activation: Callable[[Tensor], Tensor], between: Tensor, gradient: Tensor, sums: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``activation(between)``, the gradient of ``between`` and, with ``sums``, the sum of its rows [I].
+
+    Any activation is right; torch's GELU, also inside HF's modules, is one kernel. between: [T, I]; gradient:
+    [T, I], of ``activation(between)``, may be written over; both contiguous.
+    """
+    approximation = _approximation(activation)
+    if approximation is None or not (between.is_cuda and has_liger()):
+        with torch.enable_grad():
+            between = between.detach().requires_grad_()
+            active = activation(between)
+        (inner,) = torch.autograd.grad(active, between, gradient)
+        return active.detach(), inner, bias_gradient(inner) if sums else None
+
+    from models.activation_kernels import gelu_backward as kernel
+
+    inner = torch.empty_like(between)
+    (total,) = _launch(kernel, (between, gradient, inner), 1, sums, TANH=approximation == "tanh")
+    return gradient, inner, total
+
+
+def gated_backward(
+    gate: Tensor, up: Tensor, gradient: Tensor, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``silu(gate) * up``, the gradients of gate and up and, with ``sums``, the sums of their rows [I].
+
+    gate, up: [T, I]; gradient: [T, I], of the product; all contiguous. On CUDA all three are written over.
+    """
+    if not gate.is_cuda:
+        sigmoid = gate.sigmoid()
+        d_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+        d_up = gradient * gate * sigmoid
+        totals = [bias_gradient(d) if sums else None for d in (d_gate, d_up)]
+        return F.silu(gate) * up, d_gate, d_up, *totals
+
+    from models.activation_kernels import gated_backward as kernel
+
+    totals = _launch(kernel, (gate, up, gradient), 2, sums)
+    return gradient, gate, up, *totals
+
+
+def _approximation(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """The argument ``approximate`` of ``torch.nn.functional.gelu``, or None of another function."""
+    if isinstance(activation, nn.GELU):
+        return activation.approximate
+    function = getattr(activation, "act", activation)  # HF's modules call what they hold
+    if isinstance(function, partial) and function.func is F.gelu and not function.args:
+        return function.keywords.get("approximate", "none")
+    return "none" if function is F.gelu else None
+
+
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor], count: int, sums: bool, **flags: bool
+) -> list[Tensor | None]:
+    """Run a kernel on tensors [T, I]; ``count`` sums of rows [I] in the tensors' dtype, or None each."""
+    assert all(x.is_contiguous() for x in tensors), "rows would be read and written elsewhere"
+    rows, width = tensors[0].shape
+    steps = _STEPS if sums else 1
+    strips = -(-rows // (_ROWS * steps))
+    partial_sums = tensors[0].new_empty(count, strips if sums else 0, width, dtype=torch.float32)
+    if rows:
+        grid = (-(-width // _COLUMNS), strips)
+        tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "STEPS": steps}
+        kernel[grid](*tensors, *partial_sums, rows, width, SUMS=sums, **tile, **flags)
+    return list(partial_sums.sum(1).to(tensors[0].dtype)) if sums else [None] * count
