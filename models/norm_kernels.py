@@ -26,9 +26,8 @@ def norm_forward(
         value = tl.where(real, value - middle[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
     tl.store(rstd + row, spread, mask=row < rows)
-    value = (
-        value * spread[:, None] * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    )
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    value = value * spread[:, None] * scale[None, :]
     if BIAS:
         value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=real)

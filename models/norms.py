@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm as one Triton kernel each way, on CUDA.
 
-torch's backward pass reads a norm's input and gradient a second time for the weight's gradient, and its kernels
-give each row a block of threads, however short the row: the heads' norms of Qwen3 have 128 numbers. Here a
-program walks over tiles of rows and sums its weight gradients on the way.
+torch's backward pass reads a norm's input and gradient a second time for the weight's gradient, and its
+kernels give each row a block of threads, however short the row: the heads' norms of Qwen3 have 128 numbers.
+Here a program walks over tiles of rows and sums its weight gradients on the way.
 
 A layer adds what follows its norm to what went into it, so that input's gradient comes in two parts. With
 ``passes`` a norm hands its input on, and its kernel adds the second part while it writes the first.

@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from models.activation_gradients import activation_backward, gated_backward
 from models.fused import rotated
 from models.gated_mlp import gated_mlp
 from models.masks import Packing
+from models.norms import can_norm, norm
 from models.weight_gradient import bias_gradient
 from models.window_attention import can_attend, window_attention
 from omni_ds.parallel.linear_cross_entropy import linear_cross_entropy
@@ -114,3 +117,89 @@ def test_sums_of_rows(shape: tuple[int, int], dtype: torch.dtype, bound: float) 
     torch.manual_seed(0)
     gradient = (3 * torch.randn(shape)).bfloat16().float()
     close([bias_gradient(gradient.to("cuda", dtype))], [gradient.double().sum(0)], bound / 5)
+
+
+@DTYPES
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer", "layer without a bias"])
+@pytest.mark.parametrize("shape", [(3001, 1152), (2, 700, 3, 128), (33, 5120), (5, 20), (1, 7), (0, 64)])
+def test_norms(shape: tuple[int, ...], kind: str, passes: bool, dtype: torch.dtype, bound: float) -> None:
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    width, centred = shape[-1], kind != "rms"
+    tensors = [torch.randn(shape) + 0.5, 1 + torch.randn(width) / 4]
+    tensors += [torch.randn(width)] if kind == "layer" else []
+    x, weight, *bias = (tensor.bfloat16().float().requires_grad_() for tensor in tensors)
+    others = [torch.randn(shape).bfloat16() for _ in range(1 + passes)]
+
+    ours = [leaf.detach().to("cuda", dtype).requires_grad_() for leaf in (x, weight, *bias)]
+    assert can_norm(ours[0], ours[1])
+    got = norm(ours[0], ours[1], ours[2] if bias else None, 1e-5, centred, passes)
+    got = got if passes else (got,)
+    torch.autograd.backward(got, [other.to("cuda", dtype) for other in others])
+
+    expected = F.layer_norm(x, (width,), weight, *bias) if centred else F.rms_norm(x, (width,), weight, 1e-5)
+    expected = (expected, x * 1) if passes else (expected,)
+    torch.autograd.backward(expected, [other.float() for other in others])
+    close([out.detach() for out in got], [out.detach() for out in expected], bound / 4)
+    close([leaf.grad for leaf in ours], [leaf.grad for leaf in (x, weight, *bias)], bound / 4)
+
+
+def test_norms_of_views() -> None:
+    """Rows that do not stand side by side, and a backward pass in two parts."""
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 96), torch.ones(64)
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = x.detach().to(device).requires_grad_()
+        rows, scale = leaf[:, 16:80], weight.to(device)
+        if device == "cuda":
+            normed, passed = norm(rows, scale, None, 1e-6, False, passes=True)
+        else:
+            normed, passed = F.rms_norm(rows, (64,), scale, 1e-6), rows
+        normed[::2].t().cos().sum().backward(retain_graph=True)
+        first = leaf.grad.clone()
+        passed.sin().sum().backward()
+        results.append([first.cpu(), leaf.grad.cpu()])
+    close(results[1], results[0], 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("shape", [(3001, 1153), (500, 4304), (3, 8), (0, 16)])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_backward_of_gelu(
+    approximate: str, shape: tuple[int, int], sums: bool, dtype: torch.dtype, bound: float
+) -> None:
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    between, gradient = (2 * torch.randn(shape).bfloat16().float() for _ in range(2))
+    between.requires_grad_()
+    activation = nn.GELU(approximate)
+    active = activation(between)
+    active.backward(gradient)
+    expected = [active.detach(), between.grad] + ([between.grad.sum(0)] if sums else [])
+    tensors = [x.detach().to("cuda", dtype) for x in (between, gradient)]
+    *got, total = activation_backward(activation, *tensors, sums)
+    assert (total is not None) == sums
+    assert got[0].data_ptr() == tensors[1].data_ptr()  # by the kernel
+    close([*got, total] if sums else got, expected, bound / 4)
+
+
+@DTYPES
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("shape", [(3001, 1153), (500, 3424), (3, 8), (0, 16)])
+def test_backward_of_gated_products(
+    shape: tuple[int, int], sums: bool, dtype: torch.dtype, bound: float
+) -> None:
+    torch.manual_seed(0)
+    gate, up, gradient = (2 * torch.randn(shape).bfloat16().float() for _ in range(3))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    product = F.silu(gate) * up
+    product.backward(gradient)
+    grads = [leaf.grad for leaf in leaves]
+    expected = [product.detach(), *grads] + ([grad.sum(0) for grad in grads] if sums else [])
+    got = gated_backward(*(x.detach().to("cuda", dtype) for x in (gate, up, gradient)), sums)
+    assert all((x is not None) == sums for x in got[3:])
+    close([x for x in got if x is not None], expected, bound / 4)
