@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from models.liger import has_liger
 from models.weight_gradient import bias_gradient
 
-# A program's tile and, where columns are summed, how many of them below each other; measured on an H200.
-_ROWS, _COLUMNS, _STEPS = 32, 128, 4
-
 
 def activation_backward(
     activation: Callable[[Tensor], Tensor], between: Tensor, gradient: Tensor, sums: bool
@@ -83,11 +80,17 @@ def _launch(
     """Run a kernel on tensors [T, I]; ``count`` sums of rows [I] in the tensors' dtype, or None each."""
     assert all(x.is_contiguous() for x in tensors), "rows would be read and written elsewhere"
     rows, width = tensors[0].shape
-    steps = _STEPS if sums else 1
-    strips = -(-rows // (_ROWS * steps))
-    partial_sums = tensors[0].new_empty(count, strips if sums else 0, width, dtype=torch.float32)
+    tile = _tile(width, sums)
+    below, across = -(-rows // tile["ROWS"]), -(-width // tile["COLUMNS"])
+    partial_sums = tensors[0].new_empty(count, below if sums else 0, width, dtype=torch.float32)
     if rows:
-        grid = (-(-width // _COLUMNS), strips)
-        tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "STEPS": steps}
-        kernel[grid](*tensors, *partial_sums, rows, width, SUMS=sums, **tile, **flags)
+        kernel[(below * across,)](*tensors, *partial_sums, rows, width, SUMS=sums, **tile, **flags)
     return list(partial_sums.sum(1).to(tensors[0].dtype)) if sums else [None] * count
+
+
+def _tile(width: int, sums: bool) -> dict[str, int]:
+    """Of a program; by measurement on an H200 (benchmarks/reports/single_gpu_h200.md)."""
+    if not sums:
+        return {"ROWS": 8, "COLUMNS": 256}
+    # Where rows start at cache lines, narrow tiles are quicker, elsewhere they would share lines.
+    return {"ROWS": 32, "COLUMNS": 128 if width % 64 else 64}

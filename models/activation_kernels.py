@@ -1,12 +1,22 @@
-"""The Triton kernels of models/activation_gradients.py: one program for a strip of rows and columns.
+"""The Triton kernels of models/activation_gradients.py: one program for a tile.
 
-Pointers are to [rows, width] tensors whose rows stand side by side, and to ``sums`` [strips of rows, width]
-fp32: each program's sums of the gradients' columns, where SUMS. ROWS, COLUMNS: of a tile; STEPS: tiles of a
-strip.
+Pointers are to [rows, width] tensors whose rows stand side by side, and to ``sums`` fp32 [tiles below each
+other, width]: of the gradients' columns in each tile, where SUMS.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of this program: which tile from the top, its columns, which numbers are real, and where they stand."""
+    across = tl.cdiv(width, COLUMNS)
+    below = tl.program_id(0) // across
+    columns = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    row = below * ROWS + tl.arange(0, ROWS)
+    real = (row < rows)[:, None] & (columns < width)[None, :]
+    return below, columns, real, row.to(tl.int64)[:, None] * width + columns[None, :]
 
 
 @triton.jit
@@ -28,58 +38,40 @@ def _gelu(x, TANH: tl.constexpr):
 @triton.jit
 def gelu_backward(
     between, gradient, d_between, sums, rows, width,
-    TANH: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    TANH: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """d_between: the gradient of ``between``; then GELU(between) where the gradient of it was."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1).to(tl.int64) * ROWS * STEPS
-    total = tl.zeros([COLUMNS], tl.float32)
-    for step in range(STEPS):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        real = (row < rows)[:, None] & (columns < width)[None, :]
-        at = row[:, None] * width + columns[None, :]
-        g = tl.load(gradient + at, mask=real, other=0.0).to(tl.float32)
-        x = tl.load(between + at, mask=real, other=0.0).to(tl.float32)
-        active, slope = _gelu(x, TANH)
-        d = (g * slope).to(d_between.dtype.element_ty)
-        tl.store(gradient + at, active.to(gradient.dtype.element_ty), mask=real)
-        tl.store(d_between + at, d, mask=real)
-        if SUMS:
-            total += tl.sum(d.to(tl.float32), axis=0)
+    below, columns, real, at = _tile(rows, width, ROWS, COLUMNS)
+    g = tl.load(gradient + at, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(between + at, mask=real, other=0.0).to(tl.float32)
+    active, slope = _gelu(x, TANH)
+    d = (g * slope).to(d_between.dtype.element_ty)
+    tl.store(gradient + at, active.to(gradient.dtype.element_ty), mask=real)
+    tl.store(d_between + at, d, mask=real)
     if SUMS:
-        tl.store(sums + tl.program_id(1) * width + columns, total, mask=columns < width)
+        tl.store(sums + below * width + columns, tl.sum(d.to(tl.float32), axis=0), mask=columns < width)
 
 
 @triton.jit
 def gated_backward(
     gate, up, gradient, gate_sums, up_sums, rows, width,
-    SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Where gate and up were, their gradients; where the gradient of silu(gate) * up was, that product."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1).to(tl.int64) * ROWS * STEPS
-    gate_total, up_total = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
-    for step in range(STEPS):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        real = (row < rows)[:, None] & (columns < width)[None, :]
-        at = row[:, None] * width + columns[None, :]
-        g = tl.load(gradient + at, mask=real, other=0.0).to(tl.float32)
-        a = tl.load(gate + at, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(up + at, mask=real, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(a)
-        silu = a * sigmoid
-        d_gate = (g * b * (sigmoid + silu * (1 - sigmoid))).to(gate.dtype.element_ty)
-        d_up = (g * silu).to(gate.dtype.element_ty)
-        # Liger's forward kernel rounds silu before the product; so the weight's gradient sees what the
-        # forward pass made.
-        product = silu.to(gate.dtype.element_ty).to(tl.float32) * b
-        tl.store(gradient + at, product.to(gate.dtype.element_ty), mask=real)
-        tl.store(gate + at, d_gate, mask=real)
-        tl.store(up + at, d_up, mask=real)
-        if SUMS:
-            gate_total += tl.sum(d_gate.to(tl.float32), axis=0)
-            up_total += tl.sum(d_up.to(tl.float32), axis=0)
+    below, columns, real, at = _tile(rows, width, ROWS, COLUMNS)
+    g = tl.load(gradient + at, mask=real, other=0.0).to(tl.float32)
+    a = tl.load(gate + at, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=real, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(a)
+    silu = a * sigmoid
+    d_gate = (g * b * (sigmoid + silu * (1 - sigmoid))).to(gate.dtype.element_ty)
+    d_up = (g * silu).to(gate.dtype.element_ty)
+    # Rounded as in Liger's forward kernel, so that the weight's gradient sees what the forward pass made.
+    product = silu.to(gate.dtype.element_ty).to(tl.float32) * b
+    tl.store(gradient + at, product.to(gate.dtype.element_ty), mask=real)
+    tl.store(gate + at, d_gate, mask=real)
+    tl.store(up + at, d_up, mask=real)
     if SUMS:
-        at = tl.program_id(1) * width + columns
-        tl.store(gate_sums + at, gate_total, mask=columns < width)
-        tl.store(up_sums + at, up_total, mask=columns < width)
+        at = below * width + columns
+        tl.store(gate_sums + at, tl.sum(d_gate.to(tl.float32), axis=0), mask=columns < width)
+        tl.store(up_sums + at, tl.sum(d_up.to(tl.float32), axis=0), mask=columns < width)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from models.liger import has_liger
 
 _WIDEST = 16384  # numbers of a row; wider ones would not stay in registers
-_TILE = 4096  # numbers of a tile, where a row is not wider
+_TILES = (2048, 4096)  # numbers of a tile forward and backward, where a row is not wider
 _PROGRAMS = 8  # of the backward pass on a multiprocessor
 
 
@@ -62,7 +62,7 @@ class _Norm(torch.autograd.Function):
         if len(rows):
             from models.norm_kernels import norm_forward
 
-            shape = _shape(rows.shape[1])
+            shape = _shape(rows.shape[1], _TILES[0])
             norm_forward[(-(-len(rows) // shape["ROWS"]),)](
                 rows, weight, bias, out, mean, rstd, len(rows), eps,
                 CENTRED=centred, BIAS=bias is not None, **shape,
@@ -75,7 +75,7 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, passed: Tensor | None = None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, mean, rstd = ctx.saved_tensors
-        shape, device = _shape(rows.shape[1]), rows.device
+        shape, device = _shape(rows.shape[1], _TILES[1]), rows.device
         programs = min(-(-len(rows) // shape["ROWS"]), _PROGRAMS * _multiprocessors(device))
         d_x = torch.empty_like(rows)
         d_weight = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=device)
@@ -94,11 +94,11 @@ class _Norm(torch.autograd.Function):
         return d_x.view(gradient.shape), d_weight, d_bias, None, None, None
 
 
-def _shape(width: int) -> dict[str, int]:
+def _shape(width: int, tile: int) -> dict[str, int]:
     """What the kernels are compiled for; tiles and warps by measurement on an H200."""
     block = max(16, 1 << (width - 1).bit_length())
     warps = next(warps for warps in (16, 8, 4, 2) if width >= 512 * warps or warps == 2)
-    return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, _TILE // block), "num_warps": warps}
+    return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, tile // block), "num_warps": warps}
 
 
 @cache
