@@ -122,7 +122,7 @@ def test_sums_of_rows(shape: tuple[int, int], dtype: torch.dtype, bound: float) 
 @DTYPES
 @pytest.mark.parametrize("passes", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer", "layer without a bias"])
-@pytest.mark.parametrize("shape", [(3001, 1152), (2, 700, 3, 128), (33, 5120), (5, 20), (1, 7), (0, 64)])
+@pytest.mark.parametrize("shape", [(3001, 1152), (2, 700, 3, 128), (33, 5120), (5, 16384), (5, 20), (0, 7)])
 def test_norms(shape: tuple[int, ...], kind: str, passes: bool, dtype: torch.dtype, bound: float) -> None:
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
