@@ -182,7 +182,7 @@ def measure_stock(variant: str, budget: int, samples, options: argparse.Namespac
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """One message and an end where options name what there is not."""
+    """One message and an end where options name what there is not, or do not go together."""
     from models.attention import BACKENDS
 
     for name, known in (
@@ -190,8 +190,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         ("stock", ("stock", "padded", "packed")),
         ("attention", [backend.name for backend in BACKENDS]),
     ):
-        unknown = set(filter(None, (getattr(options, name) or "").split(","))) - set(known)
-        if unknown:
+        value = getattr(options, name)
+        unknown = set((value or "").split(",")) - set(known)
+        if unknown and (value or name == "model"):  # the other two may be left out
             parser.error(f"--{name}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if (options.stock or options.longest) and options.model != "qwen":
         parser.error("--stock and --longest go with --model qwen alone")

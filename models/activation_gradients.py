@@ -1,8 +1,9 @@
-"""Backward passes of what stands between the linears of an MLP, each as one kernel on CUDA.
+"""Backward passes of what stands between the linears of an MLP: of GELU and gated products one kernel each.
 
 What an activation gave is made again there, for the gradient of the linear behind it. Apart, that is a pass
 to make it, one for the activation's gradient and one for the sum of that gradient's rows (a bias's gradient),
-and each takes as long as its bytes: one kernel reads and writes everything once.
+and each takes as long as its bytes: one kernel reads and writes everything once (sums of tiles are added up
+behind it). Where kernels do not run (models/liger.py), and for other activations, autograd does it.
 
 Shapes: T tokens, I numbers between the linears.
 """
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from transformers.activations import GELUActivation, GELUTanh
 
-from models.liger import has_liger
+from models.liger import take_kernels
 from models.weight_gradient import bias_gradient
 
 
@@ -30,7 +33,7 @@ def activation_backward(
     [T, I], of ``activation(between)``, may be written over; both contiguous.
     """
     approximation = _approximation(activation)
-    if approximation is None or not (between.is_cuda and has_liger()):
+    if approximation is None or not take_kernels(between):
         with torch.enable_grad():
             between = between.detach().requires_grad_()
             active = activation(between)
@@ -49,9 +52,10 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """``silu(gate) * up``, the gradients of gate and up and, with ``sums``, the sums of their rows [I].
 
-    gate, up: [T, I]; gradient: [T, I], of the product; all contiguous. On CUDA all three are written over.
+    gate, up: [T, I]; gradient: [T, I], of the product; all contiguous. The kernel writes over all three: a
+    graph that saved them cannot be walked twice, and autograd says so where one is.
     """
-    if not gate.is_cuda:
+    if not take_kernels(gate):
         sigmoid = gate.sigmoid()
         d_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
         d_up = gradient * gate * sigmoid
@@ -61,14 +65,16 @@ def gated_backward(
     from models.activation_kernels import gated_backward as kernel
 
     totals = _launch(kernel, (gate, up, gradient), 2, sums)
+    increment_version((gate, up, gradient))  # Triton's writes are not seen by autograd
     return gradient, gate, up, *totals
 
 
 def _approximation(activation: Callable[[Tensor], Tensor]) -> str | None:
     """The argument ``approximate`` of ``torch.nn.functional.gelu``, or None of another function."""
-    if isinstance(activation, nn.GELU):
+    if type(activation) is nn.GELU:
         return activation.approximate
-    function = getattr(activation, "act", activation)  # HF's modules call what they hold
+    # HF's modules call what they hold: torch's function, or one in Python that autograd is left with.
+    function = activation.act if type(activation) in (GELUActivation, GELUTanh) else activation
     if isinstance(function, partial) and function.func is F.gelu and not function.args:
         return function.keywords.get("approximate", "none")
     return "none" if function is F.gelu else None

@@ -1,8 +1,8 @@
 """Quicker forwards of HF's layers, on CUDA: fewer passes over the activations, and fewer of them kept.
 
 Norms, the gated MLP's product and rotary embedding are a chain of small kernels in HF's modules; ours
-(models/norms.py) and Liger's are one each, where Liger is installed. Projections and MLPs keep less
-(models/linears.py).
+(models/norms.py) and Liger's are one each, where Liger is installed. RMSNorms that ours do not take are
+torch's. Projections and MLPs keep less (models/linears.py).
 Modules are changed one by one, as instances; HF's classes stay as they are, and on a CPU so does what the
 instances do.
 """
@@ -46,18 +46,30 @@ _RESIDUAL_LAYERS = {
         ("layer_norm1", "self_attn", "layer_norm2", "mlp"),
     ),
     **dict.fromkeys(
-        ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"),
+        (
+            "Qwen2VLVisionBlock",
+            "Qwen2_5_VLVisionBlock",
+            "Qwen2_5OmniVisionBlock",
+            "Qwen3VLVisionBlock",
+            "Qwen3VLMoeVisionBlock",
+            "Qwen3OmniMoeVisionBlock",
+        ),
         ("norm1", "attn", "norm2", "mlp"),
     ),
     **dict.fromkeys(
         (
             "LlamaDecoderLayer",
+            "MistralDecoderLayer",
+            "MixtralDecoderLayer",
             "Qwen2DecoderLayer",
             "Qwen2VLDecoderLayer",
             "Qwen2_5_VLDecoderLayer",
+            "Qwen2_5OmniDecoderLayer",
             "Qwen3DecoderLayer",
             "Qwen3MoeDecoderLayer",
             "Qwen3VLTextDecoderLayer",
+            "Qwen3VLMoeTextDecoderLayer",
+            "Qwen3OmniMoeThinkerTextDecoderLayer",
         ),
         ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
     ),

@@ -14,6 +14,7 @@ def norm_forward(
     x, weight, bias, out, mean, rstd, rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """One tile a program; ``rstd`` (and ``mean``) are for the backward pass."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.liger import has_liger
+from models.liger import take_kernels
 
 _WIDEST = 16384  # numbers of a row; wider ones would not stay in registers
 _TILES = (2048, 4096)  # numbers of a tile forward and backward, where a row is not wider
@@ -27,13 +27,12 @@ _PROGRAMS = 8  # of the backward pass on a multiprocessor
 
 
 def can_norm(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether :func:`norm` takes x [..., C] and weight [C]."""
+    """Whether :func:`norm` takes x [..., C] and weight [C]; a bias is held to be like the weight."""
     return (
-        x.is_cuda
-        and has_liger()
-        and weight is not None
+        weight is not None
+        and take_kernels(x, weight)
         and x.dtype == weight.dtype
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and weight.is_contiguous()
         and x.shape[-1:] == weight.shape
         and weight.numel() <= _WIDEST
     )
@@ -44,7 +43,8 @@ def norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LayerNorm of x [..., C] if ``centred``, else RMSNorm, computed in fp32: [..., C] of x's dtype.
 
-    passes: also x itself. Use that for whatever else x goes to: its gradient is then added at no cost.
+    passes: also x itself. Use that for whatever else x goes to: its gradient is then added by the same
+    kernel. The device of x has to be the current one, as for every Triton kernel.
     """
     return _Norm.apply(x, weight, bias, eps, centred, passes)
 
@@ -55,7 +55,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, passes: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         rows = x.contiguous().view(-1, x.shape[-1])
-        out = torch.empty_like(rows)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # no view: it may be written over
         rstd = rows.new_empty(len(rows), dtype=torch.float32)
         mean = torch.empty_like(rstd) if centred else None
         ctx.centred = centred
@@ -68,7 +68,6 @@ class _Norm(torch.autograd.Function):
                 CENTRED=centred, BIAS=bias is not None, **shape,
             )  # fmt: skip
         ctx.save_for_backward(rows, weight, bias, mean, rstd)
-        out = out.view(x.shape)
         return (out, x) if passes else out
 
     @staticmethod

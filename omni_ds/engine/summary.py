@@ -63,12 +63,15 @@ def _part(name: str, parameters: int, trains: bool, lr: float) -> tuple[str, ...
 
 
 def describe_attention(runtime: Runtime) -> str:
-    """Which attention kernel runs, by device and dtype; and whose MLPs and rotary embeddings."""
+    """Which attention kernel runs, by device and dtype; and whose MLPs, rotary embeddings and norms."""
     head_dim = runtime.plan.llm.head_dim
     lines = ["attention: " + describe_backend(runtime.device, runtime.llm.dtype, head_dim)]
     if runtime.device.type == "cuda":
-        chosen = "Liger's fused kernels" if has_liger() else "HF's own; faster with liger-kernel installed"
+        liger = has_liger()
+        chosen = "Liger's fused kernels" if liger else "HF's own; faster with liger-kernel installed"
         lines.append(f"gated MLPs, rotary embeddings of the LLM: {chosen}")
+        chosen = "fused kernels of omni_ds" if liger else "torch's own; faster with liger-kernel installed"
+        lines.append(f"norms, backward passes of GELU and gated MLPs: {chosen}")
     return "\n".join(lines)
 
 

@@ -72,6 +72,20 @@ LLMS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_QWEN_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Decoders inside multimodal models, whose configs say nothing of tied heads.
+INNER_LLMS: dict[str, dict[str, Any]] = {
+    name: {"model_type": name, "tie_word_embeddings": False} | config
+    for name, config in {
+        "qwen2_vl_text": _MROPE,
+        "qwen2_5_vl_text": _MROPE,
+        "qwen2_5_omni_text": _MROPE,
+        "qwen3_vl_text": {"head_dim": 16},
+        "qwen3_vl_moe_text": _QWEN_MOE,
+        "qwen3_omni_moe_text": _QWEN_MOE,
+    }.items()
+}
 
 _VIT = {
     "hidden_size": 32,
@@ -109,9 +123,36 @@ VITS: dict[str, dict[str, Any]] = {
 }
 ENCODERS = VITS | {"whisper": WHISPER}
 
+_QWEN = {"depth": 3, "num_heads": 4, "patch_size": 4}
+_QWEN2_5 = _QWEN | {
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "out_hidden_size": 24,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+_QWEN3 = _QWEN | {
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "out_hidden_size": 24,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [2, 0],
+}
+QWEN_TOWERS: dict[str, dict[str, Any]] = {
+    kind: {"model_type": kind} | config
+    for kind, config in {
+        "qwen2_vl_vision": _QWEN | {"embed_dim": 64, "hidden_size": 24, "mlp_ratio": 2},
+        "qwen2_5_vl_vision": _QWEN2_5,
+        "qwen2_5_omni_vision_encoder": _QWEN2_5,
+        "qwen3_vl_vision": _QWEN3,
+        "qwen3_vl_moe_vision": _QWEN3,
+        "qwen3_omni_moe_vision_encoder": _QWEN3,
+    }.items()
+}
+
 
 def llm_config(name: str, **changes: Any) -> dict[str, Any]:
-    return LLM_BASE | LLMS[name] | changes
+    return LLM_BASE | (LLMS | INNER_LLMS)[name] | changes
 
 
 def encoder_section(config: dict[str, Any] | None = None, **keys: Any) -> EncoderConfig:
