@@ -193,11 +193,31 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         value = getattr(options, name)
         unknown = set((value or "").split(",")) - set(known)
         if unknown and (value or name == "model"):  # the other two may be left out
-            parser.error(f"--{name}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+            names = ", ".join(repr(name) for name in sorted(unknown))
+            parser.error(f"--{name}: there is no {names}; there are {', '.join(known)}")
     if (options.stock or options.longest) and options.model != "qwen":
         parser.error("--stock and --longest go with --model qwen alone")
-    if options.longest and min(map(int, options.budget.split(","))) < LONGEST:
-        parser.error(f"--longest needs a --budget of at least {LONGEST}")
+    if options.stock and not torch.cuda.is_available():
+        parser.error("--stock needs a GPU")
+    if options.layers and "qwen" in options.model.split(","):
+        parser.error("--layers is for composed models, not for qwen")
+    least = LONGEST if options.longest else 2048 if options.model == "qwen" else 4096
+    if min(options.budget) < least:
+        parser.error(f"--budget: a sample of these may have {least} tokens; give at least as many")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {Path(options.json).absolute().parent}")
+
+
+def count(text: str) -> int:
+    """An option's number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Several with commas."""
+    return [count(part) for part in text.split(",")]
 
 
 def clear() -> None:
@@ -212,12 +232,16 @@ def main() -> None:
     parser.add_argument(
         "--model", default="composed", help="composed, moe, frozen, qwen; several with commas"
     )
-    parser.add_argument("--budget", default="16384", help="tokens of a micro-batch; several with commas")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warm_up", type=int, default=3)
+    parser.add_argument(
+        "--budget", type=counts, default=[16384], help="tokens of a micro-batch; several with commas"
+    )
+    parser.add_argument("--steps", type=count, default=5)
+    parser.add_argument("--warm_up", type=count, default=3)
     parser.add_argument("--recompute", choices=("none", "encoders", "all"), default="none")
-    parser.add_argument("--stock", default="", help="with qwen: also HF's class; stock, padded, packed")
-    parser.add_argument("--stock_steps", type=int, default=2, help="timed ones of each")
+    parser.add_argument(
+        "--stock", default="", help="with qwen on a GPU: also HF's class; stock, padded, packed"
+    )
+    parser.add_argument("--stock_steps", type=count, default=2, help="timed ones of each")
     parser.add_argument(
         "--longest", action="store_true", help="with qwen: the longest single samples instead"
     )
@@ -238,10 +262,10 @@ def main() -> None:
         names = options.attention.split(",")
         attention.BACKENDS = tuple(b for b in attention.BACKENDS if b.name in names)
     ceiling = matmul_rate(stage_device(0))
-    print(f"torch {torch.__version__}; a large bf16 matrix product runs at {ceiling / 1e12:.0f} TFLOP/s")
+    print(f"torch {torch.__version__}; a large bf16 matrix product runs at {ceiling / 1e12:.3g} TFLOP/s")
     rows = []
     for model in options.model.split(","):
-        for budget in map(int, options.budget.split(",")):
+        for budget in options.budget:
             row, samples = measure(model, budget, options, ceiling)
             rows.append(row)
             print(

@@ -187,6 +187,11 @@ def select_backend(
     kernels = [b for b in able if b.device and (longest is None or longest >= b.least_segment)]
     if able:
         return (kernels or able)[0]
+    if not usable:
+        names = ", ".join(backend.name for backend in BACKENDS)
+        raise UserError(
+            f"attention: none of {names} runs on {device.type} in {dtype} with heads of {head_dim}"
+        )
     known = "; ".join(f"{backend.name} does {', '.join(sorted(backend.features))}" for backend in usable)
     raise UserError(
         f"attention needs {', '.join(sorted(mask.features))} on {device.type} in {dtype}, and no back end "

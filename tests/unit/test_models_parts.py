@@ -79,6 +79,12 @@ def test_back_end_refuses_what_it_cannot_do() -> None:
         select_backend(torch.device("cpu"), torch.float32, 8, MaskSpec(causal=True, softcap=30.0))
 
 
+def test_no_back_end_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.attention.BACKENDS", tuple(b for b in BACKENDS if b.device == "cuda"))
+    with pytest.raises(UserError, match="none of flash_attn_3, .*varlen runs on cpu in torch.float32"):
+        select_backend(torch.device("cpu"), torch.float32, 8, MaskSpec(causal=True))
+
+
 def test_back_end_choice() -> None:
     by_name = {backend.name: backend for backend in BACKENDS}
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
