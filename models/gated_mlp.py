@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.activation_gradients import gated_backward
+from models.liger import take_kernels
 from models.linears import are_plain
 from models.weight_gradient import adder, bias_gradient, weight_gradient
 
@@ -105,7 +106,7 @@ def _wide(weight: Tensor) -> Tensor:
 
 
 def _product(gate: Tensor, up: Tensor) -> Tensor:
-    if not gate.is_cuda:
+    if not take_kernels(gate):
         return F.silu(gate) * up
     from liger_kernel.ops.swiglu import swiglu_forward
 

@@ -16,5 +16,5 @@ def has_liger() -> bool:
 
 
 def take_kernels(*tensors: Tensor) -> bool:
-    """Whether kernels that compute in float32 take these: on CUDA, of bfloat16 or float32."""
+    """Whether kernels that compute in float32 take these: with Liger, on CUDA, of bfloat16 or float32."""
     return has_liger() and all(x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) for x in tensors)

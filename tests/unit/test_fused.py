@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from models import fused
@@ -17,11 +17,13 @@ from models.packed import StageState
 from omni_ds.config import EncoderConfig
 from omni_ds.plan.llm_meta import SUPPORTED
 from tests.unit.model_helpers import INNER_LLMS, LLMS, QWEN_TOWERS, llm_config, packed_batch
+from tests.unit.test_linears import gradients
 
 
-def gradients(out: Tensor, *leaves: Tensor) -> list[Tensor | None]:
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    return list(torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True))
+@pytest.fixture(autouse=True)
+def _without_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels do not take a CPU's tensors, wherever this runs."""
+    monkeypatch.setattr(fused, "has_liger", lambda: False)
 
 
 def runs_residual_layer(layer: nn.Module) -> bool:
